@@ -1,0 +1,239 @@
+"""Attention as a value: partial results `(out, lse)` that merge exactly, the public `attend`, and the policy seam.
+
+Shapes: B batch, S tokens in tile order, H heads, G key/value heads (G divides H), D head dim, R query tiles, N key tiles.
+"""
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foveate.kernels import dense, reference
+from foveate.tiles import Selection, VideoGrid
+
+log = logging.getLogger("foveate")
+
+HEAD_DIMS = (32, 64, 96, 128, 256)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PERIPHERIES = ("drop", "pool")
+
+
+@dataclass(frozen=True, eq=False)
+class AttnState:
+    """Attention over some set of keys: `out` (B, S, H, D) and `lse` (B, H, S), float32 natural log-sum-exp of its logits.
+
+    States over disjoint key sets merge exactly. The empty state is out = 0, lse = -inf.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def empty_like(cls, q: Tensor) -> "AttnState":
+        """The state of no keys for queries q (B, S, H, D): the identity of `merge`."""
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
+        return cls(torch.zeros_like(q), lse)
+
+
+def merge(first: AttnState, *others: AttnState) -> AttnState:
+    """The state over the union of disjoint key sets; new tensors, differentiable, float32 inside (float64 kept).
+
+    Merge many states in one call (or keep `out` in float32 between calls): rounding then happens once. An lse of
+    -inf counts for nothing, an lse of +inf for everything.
+    """
+    states = (first, *others)
+    dtype = torch.promote_types(torch.float32, first.out.dtype)
+    lses = torch.stack([state.lse for state in states])
+    top = lses.detach().amax(0)
+    # inf - inf would be NaN: where the largest lse is infinite, only the states that reach +inf weigh.
+    infinite = top.isinf()
+    gap = torch.where(infinite, torch.where((lses == top) & (top > 0), 0.0, -torch.inf), lses - top)
+    weights = gap.exp()
+    total = weights.sum(0)
+    empty = total == 0
+    safe = total.masked_fill(empty, 1.0)
+    shares = (weights / safe).transpose(-1, -2).unsqueeze(-1)
+    out = sum(share.to(dtype) * state.out.to(dtype) for share, state in zip(shares, states, strict=True))
+    lse = torch.where(infinite, top, safe.log() + top)
+    return AttnState(torch.as_tensor(out).to(first.out.dtype), lse)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a policy is told about the attention it serves."""
+
+    index: int
+    name: str
+    grid: VideoGrid
+    step: int | None = None
+    branch: str = ""
+    extra: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
+class Policy(Protocol):
+    """How a self-attention is computed. q (B, S, H, D), k and v (B, S, G, D), S in tile order -> out (B, S, H, D)."""
+
+    def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class Dense:
+    """The policy that leaves attention as it is: every query attends to every key."""
+
+    def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v).out
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection | None = None,
+    *,
+    scale: float | None = None,
+    periphery: str | Sequence[str] = "drop",
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> AttnState:
+    """Attention of q (B, S, H, D) over the selected tiles of k, v (B, S, G, D); dense without a selection.
+
+    S is in tile order where a selection is given; any strides; float32, float16, bfloat16 (float64 on `reference`).
+    scale: of the logits, 1 / sqrt(D) by default. periphery: what happens to tiles that are not selected, one value or
+    one a head: `drop`, or `pool` (each takes part as one mean key and value, log(tokens) added to its logit).
+    backend: `reference` (slow oracle), `torch` (any device), `triton` (NVIDIA), `fa4` (flash-attn-4, 128-token tiles),
+    or `auto`, whose choice is logged once. deterministic: only backends whose backward repeats bit by bit.
+
+    Gradients flow to q, k, v from `out` and from `lse`. Raises ValueError for inputs a backend cannot serve exactly.
+    """
+    _check(q, k, v, selection, backend)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    pooled = _pooled(periphery, q.shape[2], q.device)
+    if selection is None:
+        pooled = None  # nothing is left out, so there is no periphery
+    name = _auto(q.device, q.dtype, selection) if backend == "auto" else backend
+    kernel = _load(name)
+    if name == "reference":
+        tiles = _tiles(selection)
+        return AttnState(*kernel.forward(q, k, v, _words(selection), scale=scale, pooled=pooled, **tiles))
+    if selection is None:
+        return AttnState(*_Attend.apply(q, k, v, None, None, dense, {"scale": scale}))
+    options = {"scale": scale, **_tiles(selection)}
+    if hasattr(kernel, "check"):
+        kernel.check(q, k, v, pooled=pooled, deterministic=deterministic, **options)
+    return AttnState(*_Attend.apply(q, k, v, selection.words, pooled, kernel, options))
+
+
+class _Attend(torch.autograd.Function):
+    """One backward for every kernel: it takes the (out, lse) that the forward returned."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, words, pooled, kernel: ModuleType, options: dict):
+        sparse = {} if words is None else {"words": words, "pooled": pooled}
+        out, lse = kernel.forward(q, k, v, **sparse, **options)
+        ctx.save_for_backward(q, k, v, out, lse, words, pooled)
+        ctx.kernel, ctx.options = kernel, options
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None):
+        dout, dlse = grads
+        q, k, v, out, lse, words, pooled = ctx.saved_tensors
+        sparse = {} if words is None else {"words": words, "pooled": pooled}
+        dout = torch.zeros_like(out) if dout is None else dout
+        dqkv = ctx.kernel.backward(dout, dlse, q, k, v, out, lse, **sparse, **ctx.options)
+        return *dqkv, None, None, None, None
+
+
+def _words(selection: Selection | None) -> Tensor | None:
+    return None if selection is None else selection.words
+
+
+def _tiles(selection: Selection | None) -> dict[str, int]:
+    if selection is None:
+        return {"query_tile": 64, "kv_tile": 64}
+    return {"query_tile": selection.query_tile, "kv_tile": selection.kv_tile}
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, selection: Selection | None, backend: str) -> None:
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+    if not (q.dim() == k.dim() == v.dim() == 4) or k.shape != v.shape:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q must be (B, S, H, D) and k, v (B, S, G, D), got {shapes}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch or head dim")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"the {q.shape[2]} query heads do not divide into {k.shape[2]} key/value heads")
+    allowed = (*DTYPES, torch.float64) if backend == "reference" else DTYPES
+    if q.dtype not in allowed or not (q.dtype == k.dtype == v.dtype):
+        raise ValueError(f"q, k, v must share one of {allowed}, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.device == k.device == v.device):
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if q.shape[-1] not in HEAD_DIMS:
+        raise ValueError(f"head dim must be one of {HEAD_DIMS}, got {q.shape[-1]}")
+    if q.shape[1] == 0 or k.shape[1] == 0:
+        raise ValueError("attention needs at least one query and one key")
+    if selection is not None:
+        _check_selection(q, k, selection)
+
+
+def _check_selection(q: Tensor, k: Tensor, selection: Selection) -> None:
+    batch, tokens, heads, _ = q.shape
+    if selection.grid.tokens != tokens or k.shape[1] != tokens:
+        raise ValueError(
+            f"the selection is for {selection.grid.tokens} tokens ({selection.grid}), q has {tokens}, k {k.shape[1]}"
+        )
+    if selection.words.shape[:2] != (batch, heads):
+        raise ValueError(
+            f"the selection is for batch, heads {tuple(selection.words.shape[:2])}, q has {(batch, heads)}; "
+            "expand the mask before Selection.from_dense"
+        )
+    if selection.words.device != q.device:
+        raise ValueError(f"the selection is on {selection.words.device}, q on {q.device}; use selection.to(q.device)")
+
+
+def _pooled(periphery: str | Sequence[str], heads: int, device: torch.device) -> Tensor | None:
+    """bool (H,) of heads with a pooled periphery, None where there is none."""
+    if isinstance(periphery, Tensor):
+        return periphery
+    names = [periphery] * heads if isinstance(periphery, str) else list(periphery)
+    if len(names) != heads or any(name not in PERIPHERIES for name in names):
+        raise ValueError(f"periphery must be 'drop' or 'pool', or one of them for each of {heads} heads, got {periphery!r}")
+    if "pool" not in names:
+        return None
+    return torch.tensor([name == "pool" for name in names], device=device)
+
+
+BACKENDS: dict[str, str] = {
+    "reference": "foveate.kernels.reference",
+    "torch": "foveate.kernels.torch_sparse",
+}
+
+
+def _load(name: str) -> ModuleType:
+    return reference if name == "reference" else importlib.import_module(BACKENDS[name])
+
+
+def _auto(device: torch.device, dtype: torch.dtype, selection: Selection | None) -> str:
+    name, reason = choose_backend(device.type)
+    _say_once(f"backend {name} on {device.type}: {reason}")
+    return name
+
+
+@cache
+def choose_backend(device: str) -> tuple[str, str]:
+    """The backend `auto` takes for sparse attention on a device type, and why."""
+    return "torch", f"the one that really skips tiles on {device}"
+
+
+@cache
+def _say_once(message: str) -> None:
+    log.info(message)

@@ -1,0 +1,87 @@
+"""Dense attention with its log-sum-exp, and a backward that takes them, through torch's own kernels.
+
+Shapes: B batch, S tokens (M queries, S keys), H heads, G key/value heads, D head dim.
+"""
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    """Dense attention of q (B, M, H, D) over k, v (B, S, G, D): out (B, M, H, D), lse float32 (B, H, M)."""
+    qh, kh, vh = _by_head(q, k, v)
+    out, lse = _kernel(q)[0](qh, kh, vh, scale)
+    return out.transpose(1, 2), lse[..., : q.shape[1]]
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v for outer gradients dout (B, M, H, D) and dlse (B, H, M) of (out, lse).
+
+    `out` and `lse` may be those of a larger attention that these keys are a part of.
+    """
+    dim, groups = q.shape[-1], k.shape[2]
+    if dlse is not None:
+        # The kernels know delta = sum(dout * out) only. A further head-dim column of value 0, output 1 and gradient
+        # -dlse makes it delta - dlse and changes nothing else; 8 columns keep the alignment kernels ask for.
+        q, k, v, out = (torch.nn.functional.pad(x, (0, 8)) for x in (q, k, v, out))
+        dout = torch.nn.functional.pad(dout, (0, 8))
+        out[..., dim] = 1.0
+        dout[..., dim] = -dlse.transpose(1, 2).to(dout.dtype)
+    qh, kh, vh = _by_head(q, k, v)
+    douth, outh = dout.transpose(1, 2).contiguous(), out.transpose(1, 2).contiguous()
+    dq, dk, dv = _kernel(q)[1](douth, qh, kh, vh, outh, lse.contiguous(), scale)
+    dq, dk, dv = (x.transpose(1, 2)[..., :dim] for x in (dq, dk, dv))
+    if groups != q.shape[2]:
+        dk, dv = (x.unflatten(2, (groups, -1)).sum(3) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _by_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """(B, S, H, D) -> contiguous (B, H, S, D): torch's CPU kernel is several times slower on strided inputs."""
+    repeats = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
+    return [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+
+
+def _kernel(q: Tensor):
+    if q.device.type != "cuda":
+        return _cpu_forward, _cpu_backward
+    return (_efficient_forward, _efficient_backward) if q.dtype == torch.float32 else (_cudnn_forward, _cudnn_backward)
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float):
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+
+
+def _cpu_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float):
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, False, scale=scale)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float):
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, scale=scale)
+    return out, lse.squeeze(-1)
+
+
+def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float):
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=scale
+    )
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float):
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
+    return out, lse
+
+
+def _efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float):
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dout, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], False, scale=scale
+    )
+    return dq, dk, dv
