@@ -1,0 +1,24 @@
+"""foveate: sparse training and state-reusing generation for video diffusion transformers."""
+
+from foveate.attention import AttnState, Dense, Layer, Policy, attend, merge
+from foveate.sparsity.policy import Sparse
+from foveate.sparsity.predictor import Predictor
+from foveate.sparsity.profile import profile
+from foveate.sparsity.select import select
+from foveate.tiles import Selection, VideoGrid
+
+__version__ = "0.1.0.dev0"
+__all__ = [
+    "AttnState",
+    "Dense",
+    "Layer",
+    "Policy",
+    "Predictor",
+    "Selection",
+    "Sparse",
+    "VideoGrid",
+    "attend",
+    "merge",
+    "profile",
+    "select",
+]

@@ -1,0 +1,182 @@
+"""A small video diffusion transformer, readable in one sitting: what foveate's own training and demo run on.
+
+Single-device code. It knows nothing of sparsity or parallelism: every self-attention goes through `model.policy`.
+
+Shapes: B batch, C channels, F frames, Y height, X width (pixels or latents), S tokens, H heads, D head dim, W width.
+Tokens are put into tile order once, at entry, together with everything that is per token (the rotary table), and back
+into raster order once, at exit.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foveate.attention import Dense, Layer, Policy
+from foveate.tiles import VideoGrid
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTConfig:
+    """Shape of a `VideoDiT`. `classes` > 0 conditions on a label, `text_dim` > 0 on a text embedding (B, text_dim)."""
+
+    channels: int = 3
+    patch: tuple[int, int, int] = (1, 4, 4)
+    width: int = 128
+    depth: int = 6
+    heads: int = 4
+    mlp_ratio: int = 4
+    classes: int = 0
+    text_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or self.head_dim % 2 or self.head_dim < 6:
+            raise ValueError(f"width {self.width} must split over {self.heads} heads into an even head dim of at least 6")
+        if self.classes and self.text_dim:
+            raise ValueError("condition on classes or on text_dim, not on both")
+        if min(self.channels, self.depth, *self.patch) < 1:
+            raise ValueError(f"channels, depth and patch sizes must be at least 1, got {self}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "DiTConfig":
+        return cls(**{**values, "patch": tuple(values["patch"])})
+
+    def grid(self, frames: int, height: int, width: int) -> VideoGrid:
+        """The token grid of a video of frames x height x width; a ValueError where the patches do not fit."""
+        sizes = (frames, height, width)
+        if any(size % edge for size, edge in zip(sizes, self.patch, strict=True)):
+            raise ValueError(f"frames, height, width {sizes} must be multiples of the patch {self.patch}")
+        return VideoGrid(*(size // edge for size, edge in zip(sizes, self.patch, strict=True)))
+
+
+class VideoDiT(nn.Module):
+    """Predicts the flow-matching velocity (noise - clip) of a noisy clip.
+
+    forward(x (B, C, F, Y, X), sigma (B,) in 0 ... 1, condition) -> (B, C, F, Y, X). condition: int64 labels (B,) in
+    0 ... classes, where `classes` itself means none; or a text embedding (B, text_dim), zeros for none; or None.
+    """
+
+    def __init__(self, config: DiTConfig):
+        super().__init__()
+        self.config = config
+        self.policy: Policy = Dense()
+        patch_dim = config.channels * math.prod(config.patch)
+        self.embed = nn.Linear(patch_dim, config.width)
+        self.time = nn.Sequential(nn.Linear(256, config.width), nn.SiLU(), nn.Linear(config.width, config.width))
+        if config.classes:
+            self.label = nn.Embedding(config.classes + 1, config.width)
+        if config.text_dim:
+            self.text = nn.Linear(config.text_dim, config.width)
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.depth))
+        self.modulation = nn.Linear(config.width, 2 * config.width)
+        self.head = nn.Linear(config.width, patch_dim)
+        self._init()
+
+    def _init(self) -> None:
+        """adaLN-zero: every block starts as the identity, the output as zero."""
+        zeros = [self.modulation, self.head, *(block.modulation for block in self.blocks)]
+        for layer in zeros:
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor, sigma: Tensor, condition: Tensor | None = None) -> Tensor:
+        grid = self.config.grid(*x.shape[2:])
+        order = grid.order().to(x.device)
+        rotary = rotary_table(grid, self.config.head_dim).to(x.device)[order]
+        tokens = self.embed(self._patchify(x)[:, order])
+        signal = F.silu(self._condition(sigma, condition))
+        for block in self.blocks:
+            tokens = block(tokens, signal, rotary, grid, self.policy)
+        shift, scale = self.modulation(signal).unsqueeze(1).chunk(2, dim=-1)
+        tokens = self.head(modulate(tokens, shift, scale))
+        return self._unpatchify(tokens[:, grid.inverse().to(x.device)], grid)
+
+    def _condition(self, sigma: Tensor, condition: Tensor | None) -> Tensor:
+        signal = self.time(sinusoids(sigma, 256))
+        if self.config.classes:
+            none = torch.full_like(sigma, self.config.classes, dtype=torch.int64)
+            return signal + self.label(none if condition is None else condition)
+        if self.config.text_dim and condition is not None:
+            return signal + self.text(condition)
+        return signal
+
+    def _patchify(self, x: Tensor) -> Tensor:
+        """(B, C, F, Y, X) -> raster tokens (B, S, C * patch)."""
+        f, y, w = self.config.patch
+        cut = x.unflatten(4, (-1, w)).unflatten(3, (-1, y)).unflatten(2, (-1, f))
+        return cut.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+
+    def _unpatchify(self, tokens: Tensor, grid: VideoGrid) -> Tensor:
+        f, y, w = self.config.patch
+        cut = tokens.unflatten(2, (self.config.channels, f, y, w)).unflatten(1, (grid.frames, grid.height, grid.width))
+        return cut.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+class Block(nn.Module):
+    """Self-attention and MLP, each scaled, shifted and gated by the conditioning signal (adaLN-zero)."""
+
+    def __init__(self, config: DiTConfig, index: int):
+        super().__init__()
+        width = config.width
+        self.index, self.heads = index, config.heads
+        self.modulation = nn.Linear(width, 6 * width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.q_norm = nn.LayerNorm(config.head_dim, eps=1e-6)
+        self.k_norm = nn.LayerNorm(config.head_dim, eps=1e-6)
+        self.project = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, config.mlp_ratio * width), nn.GELU("tanh"), nn.Linear(config.mlp_ratio * width, width)
+        )
+
+    def forward(self, x: Tensor, signal: Tensor, rotary: Tensor, grid: VideoGrid, policy: Policy) -> Tensor:
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(signal).unsqueeze(1).chunk(6, dim=-1)
+        x = x + gate_a * self.attention(modulate(x, shift_a, scale_a), rotary, grid, policy)
+        return x + gate_m * self.mlp(modulate(x, shift_m, scale_m))
+
+    def attention(self, x: Tensor, rotary: Tensor, grid: VideoGrid, policy: Policy) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k = rotate(self.q_norm(q), rotary).to(v.dtype), rotate(self.k_norm(k), rotary).to(v.dtype)
+        out = policy(Layer(self.index, f"blocks.{self.index}", grid), q, k, v)
+        return self.project(out.flatten(2))
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Layer norm without parameters, then the signal's scale and shift."""
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:]), 1 + scale)
+
+
+def sinusoids(sigma: Tensor, dim: int) -> Tensor:
+    """Sine and cosine features (B, dim) of a noise level in 0 ... 1."""
+    rates = torch.exp(-math.log(10_000) * torch.arange(dim // 2, device=sigma.device) / (dim // 2))
+    angles = 1000.0 * sigma.float()[:, None] * rates
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+@lru_cache(maxsize=16)
+def rotary_table(grid: VideoGrid, dim: int) -> Tensor:
+    """Unit complex numbers (S, dim / 2), raster order, to rotate pairs by: a third of the pairs for each axis."""
+    pairs = dim // 2
+    shares = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
+    axes = torch.meshgrid(torch.arange(grid.frames), torch.arange(grid.height), torch.arange(grid.width), indexing="ij")
+    angles = [
+        axis.flatten()[:, None] * torch.exp(-math.log(100.0) * torch.arange(share) / max(share, 1))
+        for axis, share in zip(axes, shares, strict=True)
+    ]
+    angle = torch.cat(angles, dim=-1)
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate neighbouring pairs of x (B, S, H, D) by the table (S, D / 2), in float32."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotary[:, None]).flatten(-2)

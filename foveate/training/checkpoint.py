@@ -1,0 +1,81 @@
+"""Checkpoints as safetensors and JSON: nothing is ever unpickled, and a kill at any moment leaves the last one whole.
+
+A checkpoint is a folder `step-000120` with one `<part>.safetensors` for each part (model, ema, optimizer, policy) and
+`state.json`. It is written beside its final name and renamed there, so a folder with the final name is complete.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+PREFIX = "step-"
+
+
+def save(root: Path, step: int, parts: Mapping[str, Mapping[str, Tensor]], state: dict, *, keep: int = 2) -> Path:
+    """Write checkpoint `step` under `root` and drop all but the newest `keep`. Returns its folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    final, partial = root / f"{PREFIX}{step:06d}", root / f".{PREFIX}{step:06d}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for name, tensors in parts.items():
+        save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, partial / f"{name}.safetensors")
+    (partial / "state.json").write_text(json.dumps(state, indent=1))
+    _flush(partial)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    for old in steps(root)[:-keep]:
+        shutil.rmtree(root / f"{PREFIX}{old:06d}")
+    return final
+
+
+def _flush(folder: Path) -> None:
+    """Files reach the disk before the rename does."""
+    for file in folder.iterdir():
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def steps(root: Path) -> list[int]:
+    """Steps of the complete checkpoints under `root`, ascending."""
+    found = root.glob(f"{PREFIX}*/state.json") if root.is_dir() else ()
+    return sorted(int(file.parent.name.removeprefix(PREFIX)) for file in found)
+
+
+def load(root: Path, step: int | None = None) -> tuple[dict[str, dict[str, Tensor]], dict]:
+    """Parts and state of checkpoint `step`, the newest by default. ValueError where there is none."""
+    known = steps(root)
+    if not known:
+        raise ValueError(f"no checkpoint under {root}; train without --resume first")
+    if step is not None and step not in known:
+        raise ValueError(f"no checkpoint of step {step} under {root}; there are {known}")
+    folder = root / f"{PREFIX}{known[-1] if step is None else step:06d}"
+    parts = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
+    return parts, json.loads((folder / "state.json").read_text())
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor], about: dict) -> None:
+    """One file to share: the weights, and `about` (model configuration, where they come from) in its header."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(dict(weights), path, metadata={"foveate": json.dumps(about)})
+
+
+def load_weights(path: Path) -> tuple[dict[str, Tensor], dict]:
+    """Weights and `about` of a file by `save_weights`. ValueError that says what is wrong with another file."""
+    if not path.is_file():
+        raise ValueError(f"no such checkpoint file: {path}")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file ({error}); foveate loads no other kind") from None
+    if "foveate" not in metadata:
+        raise ValueError(f"{path} has no foveate header; it was not written by `foveate train` or save_weights")
+    return weights, json.loads(metadata["foveate"])

@@ -1,0 +1,99 @@
+"""Recipes: named functions that return a complete configuration. One dataclass holds every dial of a run."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from foveate.models.dit import DiTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Every dial of a training run."""
+
+    # What it learns from, and at what size.
+    data: Path
+    """Folder of clips: plain, one folder a class, or with captions.jsonl."""
+    out: Path
+    """Folder of this run: history, checkpoints."""
+    frames: int = 20
+    height: int = 64
+    width: int = 64
+    stride: int = 1
+    """Take every n-th frame."""
+    model: DiTConfig = field(default_factory=DiTConfig)
+    start_from: Path | None = None
+    """A weights file to continue from, instead of random weights."""
+
+    # Optimisation.
+    steps: int = 1000
+    batch: int = 1
+    lr: float = 3e-4
+    warmup: int = 100
+    decay_to: float = 1.0
+    """Cosine decay of the learning rate to this fraction at the last step; 1 keeps it constant."""
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    ema: float = 0.999
+    seed: int = 0
+    device: str = "auto"
+    workers: int = 0
+    """Processes that prepare batches ahead."""
+
+    # Sparsity: stage 1 is dense while predictors learn, stage 2 computes `budget` of the tiles.
+    sparse: bool = True
+    budget: float = 0.12
+    periphery: str = "pool"
+    rank: int = 16
+    gap: float = 0.01
+    """Stage 2 starts when sparse attention's paired validation loss is within this fraction of dense attention's."""
+    stage1: int = 12
+    """Steps before the first attempt to switch."""
+    check_every: int = 6
+    """Steps between attempts, and between profiles."""
+    control: bool = False
+    """Choose tiles at random in stage 2: the control that must do worse."""
+
+    # Keeping.
+    checkpoint_every: int = 50
+    validation_clips: int = 4
+
+    def __post_init__(self) -> None:
+        counts = ("frames", "height", "width", "stride", "steps", "batch", "rank", "check_every", "checkpoint_every")
+        for name in (*counts, "validation_clips"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.budget <= 1:
+            raise ValueError(f"budget is the kept fraction of tiles, above 0 and at most 1, got {self.budget}")
+        if self.periphery not in ("drop", "pool"):
+            raise ValueError(f"periphery must be drop or pool, got {self.periphery!r}")
+        if min(self.lr, self.clip, self.gap) <= 0 or not 0 <= self.ema < 1 or not 0 <= self.decay_to <= 1:
+            raise ValueError("lr, clip and gap must be above 0, ema in 0 ... 1 (1 excluded), decay_to in 0 ... 1")
+        self.model.grid(self.frames, self.height, self.width)
+
+
+def pretrain(data: Path, out: Path) -> TrainConfig:
+    """The checkpoint that the demo continues from: dense, on a GPU, minutes."""
+    return TrainConfig(
+        data=data, out=out, steps=9000, batch=16, lr=1e-3, warmup=500, decay_to=0.1, ema=0.9995, sparse=False, workers=12,
+        checkpoint_every=1500, validation_clips=6,
+    )  # fmt: skip
+
+
+def demo(data: Path, out: Path) -> TrainConfig:
+    """Two-stage training on two CPU cores, minutes, from the pretrained checkpoint."""
+    return TrainConfig(
+        data=data, out=out, steps=84, lr=1e-4, warmup=10, ema=0.99, start_from=CHECKPOINT, checkpoint_every=20,
+        validation_clips=2,
+    )  # fmt: skip
+
+
+def smoke(config: TrainConfig) -> TrainConfig:
+    """Any recipe shrunk to seconds: for tests and a first look."""
+    small = DiTConfig(width=64, depth=2, heads=2)
+    return replace(
+        config, frames=8, height=32, width=32, model=small, start_from=None, steps=12, batch=1, workers=0, stage1=4,
+        check_every=2, checkpoint_every=2, validation_clips=1, budget=0.5, gap=0.5,
+    )  # fmt: skip
+
+
+CHECKPOINT = Path(__file__).parent.parent / "assets" / "demo.safetensors"

@@ -1,0 +1,34 @@
+"""Shared by all tests: where ../shared/data is, and empty buffers that are poisoned."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def poisoned_buffers():
+    """torch.empty returns NaN, so that a test fails where something reads or returns what nobody wrote."""
+    before = torch.utils.deterministic.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before[0]
+    torch.use_deterministic_algorithms(before[1])
+
+
+@pytest.fixture
+def shared() -> Callable[[str], Path]:
+    """Path of a file of ../shared/data; the test skips, and says so, where there is none."""
+
+    def find(name: str) -> Path:
+        path = Path(os.environ.get("FOVEATE_SHARED", ROOT.parent / "shared")) / "data" / name
+        if not path.exists():
+            pytest.skip(f"needs {path}")
+        return path
+
+    return find
