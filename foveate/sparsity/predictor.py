@@ -1,0 +1,311 @@
+"""The predictor of attention mass: two small matrices a head, from moments at first and then from the true mass.
+
+After DSV (arXiv 2502.07590, its low-rank predictor) with DESIGN's changes: the matrices apply to q and k as attention
+sees them (after QK-norm and RoPE), they start in closed form, and they learn the mass of whole tiles.
+
+Shapes: B batch, S tokens in tile order, H heads, G key/value heads (G divides H), D head dim, r rank, O octants
+(8 consecutive tokens), R query tiles, N key tiles (64 tokens), n sampled query tiles.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from foveate.kernels.select import octant_means, octant_sizes, project
+from foveate.tiles import OCTANT, TILE, VideoGrid
+
+NEGLIGIBLE = 1e-6  # eigenvalues of a moment below this share of the largest count as directions never seen
+MASS_FLOOR = 1e-9  # below it a predicted mass gets no gradient, so that no logarithm is infinite
+CHUNK = 1 << 25  # attention weights held at once while targets are measured: 128 MB in float32
+BETAS = (0.9, 0.99)
+EPS = 1e-8
+
+
+class Moments:
+    """Running averages over sequences of the second moments of octant means: `cq`, `ck` float32 (H, D, D).
+
+    `ck` is taken about the sequence's own mean: what shifts all keys alike adds one constant to a query's logits,
+    which softmax does not see, and the fit should spend no rank on it. `count`: sequences averaged so far.
+    """
+
+    def __init__(self, heads: int, dim: int, device: torch.device | str = "cpu") -> None:
+        self.cq = torch.zeros(heads, dim, dim, device=device)
+        self.ck = torch.zeros(heads, dim, dim, device=device)
+        self.count = 0
+
+    @torch.no_grad()
+    def update(self, q: Tensor, k: Tensor) -> None:
+        """Take in q (B, S, H, D) and k (B, S, G, D), any float dtype. Raises ValueError for other shapes."""
+        heads, dim, _ = self.cq.shape
+        _check(q, k, heads, dim)
+        keys = project(octant_means(k), None, heads)
+        self.count += q.shape[0]
+        share = q.shape[0] / self.count
+        self.cq = self.cq.lerp(_second_moment(octant_means(q)), share)
+        self.ck = self.ck.lerp(_second_moment(keys - keys.mean(2, keepdim=True)), share)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"cq": self.cq.clone(), "ck": self.ck.clone(), "count": torch.tensor(self.count)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where the state is for other heads or another head dim."""
+        self.cq, self.ck = (_like(state, name, getattr(self, name)) for name in ("cq", "ck"))
+        self.count = int(state["count"])
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """q . k ~ (q a) . (k b) up to a constant a query, per head: `a`, `b` float32 (H, D, r). A value."""
+
+    a: Tensor
+    b: Tensor
+
+    def __post_init__(self) -> None:
+        if self.a.dim() != 3 or self.a.shape != self.b.shape or not self.a.dtype == self.b.dtype == torch.float32:
+            raise ValueError(
+                "a predictor needs float32 a and b of one shape (H, D, r), got "
+                f"{self.a.dtype} {tuple(self.a.shape)} and {self.b.dtype} {tuple(self.b.shape)}"
+            )
+
+    @classmethod
+    def fit(cls, q: Tensor, k: Tensor, rank: int = 16) -> "Predictor":
+        """Closed form from one sample, q (B, S, H, D) and k (B, S, G, D) in tile order. See `from_moments`."""
+        moments = Moments(q.shape[2], q.shape[3], q.device)
+        moments.update(q, k)
+        return cls.from_moments(moments, rank)
+
+    @classmethod
+    def from_moments(cls, moments: Moments, rank: int = 16) -> "Predictor":
+        """The rank-`rank` fit of Q K^T that is best in least squares over queries and keys of these moments.
+
+        With the SVD Cq^1/2 Ck^1/2 = U S V^T: a = Cq^-1/2 U_r S_r^1/2 and b = Ck^-1/2 V_r S_r^1/2 (DESIGN, Predictor).
+        Directions the moments have not seen get weight 0. Raises ValueError for a rank outside 1 ... D or no moments.
+        """
+        dim = moments.cq.shape[-1]
+        if not 1 <= rank <= dim:
+            raise ValueError(f"rank must lie in 1 ... {dim}, the head dim, got {rank}")
+        if moments.count == 0:
+            raise ValueError("the moments are empty; call Moments.update first")
+        (root_q, inverse_q), (root_k, inverse_k) = _roots(moments.cq), _roots(moments.ck)
+        u, sigma, vt = torch.linalg.svd(root_q @ root_k)
+        weight = sigma[:, None, :rank].sqrt()
+        a, b = inverse_q @ u[..., :rank] * weight, inverse_k @ vt.mT[..., :rank] * weight
+        return cls(a.float(), b.float())
+
+    def to(self, device: torch.device | str) -> "Predictor":
+        return Predictor(self.a.to(device), self.b.to(device))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"a": self.a.clone(), "b": self.b.clone()}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor]) -> "Predictor":
+        return cls(state["a"], state["b"])
+
+
+class Learner:
+    """Learns one layer's predictor beside a training run, from the q and k of each step; the model never notices.
+
+    The first `start` observations fill the moments; then the closed form is made, and every further observation is
+    one Adam step (rate `lr`, which may be changed at any time) on the cross-entropy between the true tile mass of
+    `rows` sampled query tiles a head, over all keys, and the predicted one. `jitter`: noise on the octant means, in
+    units of their standard deviation, against learning a few clips by heart (docs/log.md, Predictor).
+
+    `loss`: the last step's cross-entropy, averaged over rows and heads, float32 () on the device, or None.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        dim: int,
+        *,
+        rank: int = 16,
+        rows: int = 4,
+        lr: float = 5e-4,
+        start: int = 20,
+        jitter: float = 0.3,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 1 <= rank <= dim:
+            raise ValueError(f"rank must lie in 1 ... {dim}, the head dim, got {rank}")
+        if rows < 1 or start < 1 or lr < 0 or jitter < 0:
+            raise ValueError(
+                "a learner needs rows and start of at least 1, lr and jitter of at least 0, "
+                f"got {rows=}, {start=}, {lr=}, {jitter=}"
+            )
+        self.rank, self.rows, self.lr, self.start, self.jitter = rank, rows, lr, start, jitter
+        self.moments = Moments(heads, dim, device)
+        self.seen = self.tuned = 0
+        # Queries' and keys' matrices in one tensor, and Adam's two averages of their gradients.
+        self._weights, self._first, self._second = torch.zeros(3, 2, heads, dim, rank, device=device).unbind()
+        self.loss: Tensor | None = None
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """What has been learned so far; None before `start` observations. Later steps do not change it."""
+        return Predictor(*self._weights.unbind()) if self.seen >= self.start else None
+
+    def observe(self, q: Tensor, k: Tensor, grid: VideoGrid, *, scale: float | None = None, seed: int) -> None:
+        """Learn from one training step's q (B, S, H, D) and k (B, S, G, D), tile order, any float dtype.
+
+        One clip of the batch, drawn by `seed`, serves a fine-tuning step. The global random state is not touched,
+        nothing is kept of q's and k's graph, and nothing waits for the device. scale: 1 / sqrt(D) by default.
+        Raises ValueError where shapes do not fit.
+        """
+        heads, dim = self.moments.cq.shape[:2]
+        _check(q, k, heads, dim, grid)
+        scale = dim**-0.5 if scale is None else scale
+        with torch.autocast(q.device.type, enabled=False):
+            if self.seen < self.start:
+                self._begin(q.detach(), k.detach())
+            else:
+                self._tune(q.detach(), k.detach(), grid, scale, torch.Generator(q.device).manual_seed(seed))
+        self.seen += 1
+
+    def _begin(self, q: Tensor, k: Tensor) -> None:
+        self.moments.update(q, k)
+        if self.seen + 1 == self.start:
+            closed = Predictor.from_moments(self.moments, self.rank)
+            self._weights = torch.stack([closed.a, closed.b])
+
+    def _tune(self, q: Tensor, k: Tensor, grid: VideoGrid, scale: float, generator: torch.Generator) -> None:
+        clip = torch.randint(q.shape[0], (1,), generator=generator, device=q.device)
+        q, k = q.index_select(0, clip), k.index_select(0, clip)
+        rows = sample_rows(grid, q.shape[2], self.rows, generator)
+        target = true_mass(q, k, rows, scale)
+        q_oct, k_oct = octant_means(q)[0], project(octant_means(k), None, q.shape[2])[0]
+        q_oct, valid = take_runs(q_oct, rows, TILE // OCTANT)
+        q_oct, k_oct = (_jittered(x, self.jitter, generator) for x in (q_oct, k_oct))
+        with torch.enable_grad():
+            weights = self._weights.clone().requires_grad_()
+            mass = _predicted_mass(q_oct @ weights[0][:, None], k_oct @ weights[1], valid, k.shape[1], scale)
+            loss = -(target * mass.clamp_min(MASS_FLOOR).log()).sum(-1).mean()
+            (gradient,) = torch.autograd.grad(loss, weights)
+        self.loss = loss.detach()
+        self._adam(gradient)
+
+    def _adam(self, gradient: Tensor) -> None:
+        self.tuned += 1
+        self._first = self._first.lerp(gradient, 1 - BETAS[0])
+        self._second = self._second.lerp(gradient.square(), 1 - BETAS[1])
+        mean, square = (x / (1 - beta**self.tuned) for x, beta in zip((self._first, self._second), BETAS, strict=True))
+        # Out of place, so that predictors already given out stay as they are.
+        self._weights = self._weights - self.lr * mean / (square.sqrt() + EPS)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Flat tensors that a learner of the same arguments goes on from, bit by bit."""
+        moments = {f"moments.{name}": value for name, value in self.moments.state_dict().items()}
+        tensors = {name: getattr(self, "_" + name).clone() for name in ("weights", "first", "second")}
+        return {**moments, **tensors, "seen": torch.tensor(self.seen), "tuned": torch.tensor(self.tuned)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where the state is for other heads, another head dim or another rank."""
+        self.moments.load_state_dict({name: state[f"moments.{name}"] for name in ("cq", "ck", "count")})
+        for name in ("weights", "first", "second"):
+            setattr(self, "_" + name, _like(state, name, getattr(self, "_" + name)))
+        self.seen, self.tuned = int(state["seen"]), int(state["tuned"])
+
+
+def sample_rows(grid: VideoGrid, heads: int, count: int, generator: torch.Generator) -> Tensor:
+    """int64 (H, n): `count` different query tiles for each head, fewer where the grid has fewer.
+
+    Tiles with text keep every key and teach nothing, so they are drawn only where there are no others.
+    """
+    tiles = grid.video // TILE if grid.text else grid.tiles()
+    tiles = tiles or grid.tiles()
+    lots = torch.rand(heads, tiles, generator=generator, device=generator.device)
+    return lots.topk(min(count, tiles)).indices
+
+
+def take_runs(x: Tensor, rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Runs of `length` rows of x (H, L, C) that begin at length * `rows` (H, n): (H, n, length, C) and which exist.
+
+    The latter is bool (H, n, length), False past the end of x, where the last row is repeated.
+    """
+    index = rows.unsqueeze(-1) * length + torch.arange(length, device=x.device)
+    places = index.clamp(max=x.shape[1] - 1)
+    heads = torch.arange(x.shape[0], device=x.device)[:, None, None]
+    return x[heads, places], index < x.shape[1]
+
+
+@torch.no_grad()
+def true_mass(q: Tensor, k: Tensor, rows: Tensor, scale: float) -> Tensor:
+    """float32 (H, n, N): exact attention mass of every key tile for query tiles `rows` (H, n), each summing to 1.
+
+    Of one sequence, q (1, S, H, D) and k (1, S, G, D), averaged over the query tile's tokens.
+    """
+    heads, tokens = q.shape[2], k.shape[1]
+    queries, valid = take_runs(q[0].transpose(0, 1), rows, TILE)
+    queries = queries.flatten(1, 2).float() * scale
+    spare = -tokens % TILE
+    keys = pad(k[0].float().permute(1, 2, 0), (0, spare)).repeat_interleave(heads // k.shape[2], dim=0)
+    parts = []
+    for part in queries.split(max(1, CHUNK // keys[:, 0].numel()), dim=1):
+        logits = part @ keys
+        logits[..., tokens:] = -torch.inf
+        parts.append(logits.softmax(-1).unflatten(-1, (-1, TILE)).sum(-1))
+    return _mean_valid(torch.cat(parts, 1).unflatten(1, valid.shape[1:]), valid)
+
+
+def _predicted_mass(q_oct: Tensor, k_oct: Tensor, valid: Tensor, tokens: int, scale: float) -> Tensor:
+    """kernels.select.tile_mass for sampled query tiles, all heads at once and differentiable -> (H, n, N).
+
+    q_oct: projected (H, n, 8, r), of which `valid` (H, n, 8) exist; k_oct: projected (H, O, r).
+    """
+    spare = -k_oct.shape[1] % (TILE // OCTANT)
+    bias = pad(octant_sizes(tokens, k_oct.device).log(), (0, spare), value=-torch.inf)
+    logits = bias + scale * q_oct.flatten(1, 2) @ pad(k_oct, (0, 0, 0, spare)).mT
+    shares = logits.softmax(-1).unflatten(-1, (-1, TILE // OCTANT)).sum(-1)
+    return _mean_valid(shares.unflatten(1, valid.shape[1:]), valid)
+
+
+def _mean_valid(x: Tensor, valid: Tensor) -> Tensor:
+    """Mean of x (H, n, L, N) over those of its L that are valid (H, n, L)."""
+    weight = valid.to(x.dtype)
+    weight = weight / weight.sum(-1, keepdim=True)
+    return (weight.unsqueeze(-2) @ x).squeeze(-2)
+
+
+def _jittered(x: Tensor, jitter: float, generator: torch.Generator) -> Tensor:
+    if jitter == 0:
+        return x
+    spread = x.flatten(1).std(-1, correction=0).view(-1, *[1] * (x.dim() - 1))
+    return x + jitter * spread * torch.randn(x.shape, generator=generator, device=x.device)
+
+
+def _second_moment(x: Tensor) -> Tensor:
+    """Mean of x x^T over batch and octants, x (B, H, O, D) -> (H, D, D)."""
+    return (x.mT @ x).mean(0) / x.shape[2]
+
+
+def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Square root and pseudo-inverse square root of symmetric matrices (H, D, D), float64."""
+    values, vectors = torch.linalg.eigh(moment.double())
+    seen = values > NEGLIGIBLE * values[:, -1:].clamp_min(torch.finfo(moment.dtype).tiny)
+    roots = torch.where(seen, values, 0.0).sqrt()
+    inverses = torch.where(seen, 1 / roots, 0.0)
+    return vectors * roots.unsqueeze(-2) @ vectors.mT, vectors * inverses.unsqueeze(-2) @ vectors.mT
+
+
+def _like(state: Mapping[str, Tensor], name: str, current: Tensor) -> Tensor:
+    value = state[name]
+    if value.shape != current.shape:
+        raise ValueError(
+            f"the saved {name} is for {tuple(value.shape)}, this one for {tuple(current.shape)}: "
+            "heads, head dim and rank must be those it was saved with"
+        )
+    return value.to(current.device, current.dtype, copy=True)
+
+
+def _check(q: Tensor, k: Tensor, heads: int, dim: int, grid: VideoGrid | None = None) -> None:
+    if q.dim() != 4 or k.dim() != 4 or q.shape[2:] != (heads, dim) or k.shape[3] != dim or heads % max(k.shape[2], 1):
+        raise ValueError(
+            f"q must be (B, S, {heads}, {dim}) and k (B, S, G, {dim}) with G dividing {heads}, "
+            f"got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if q.shape[:2] != k.shape[:2] or (grid is not None and q.shape[1] != grid.tokens):
+        expected = "" if grid is None else f" of {grid.tokens} tokens ({grid})"
+        raise ValueError(f"q and k must be one batch of sequences{expected}, got {tuple(q.shape)} and {tuple(k.shape)}")

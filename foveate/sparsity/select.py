@@ -1,0 +1,104 @@
+"""From queries and keys to the `Selection` that attention computes.
+
+Shapes: B batch, S tokens in tile order, H heads, G key/value heads (G divides H), D head dim, R query tiles,
+N key tiles.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foveate.kernels.select import keep, predict_words
+from foveate.sparsity.predictor import Predictor
+from foveate.tiles import Selection, VideoGrid
+
+PerHead = float | Sequence[float] | Tensor
+
+
+@torch.no_grad()
+def select(
+    q: Tensor,
+    k: Tensor,
+    grid: VideoGrid,
+    *,
+    predictor: Predictor | None = None,
+    budget: PerHead | None = None,
+    mass: PerHead | None = None,
+    query_tile: int = 64,
+    scale: float | None = None,
+) -> Selection:
+    """The key tiles worth attending to, for every head and query tile of q (B, S, H, D) and k (B, S, G, D).
+
+    Tiles are taken by predicted mass (DESIGN, Selection): octant means projected by `predictor`, at full rank without
+    one. Exactly one of, one value or one per head, in (0, 1] (values in tensors are trusted, so nothing waits for the
+    device):
+    budget: the fraction of key tiles to keep, rounded to the nearest count, at least one.
+    mass: keep the shortest prefix that holds this much of the predicted mass.
+    Own tile and text tiles are always kept, inside the budget; a query tile with text keeps all. scale: of the
+    logits, 1 / sqrt(D) by default. Not differentiable. Raises ValueError for arguments that do not fit.
+    """
+    _check(q, k, grid, predictor)
+    if (budget is None) == (mass is None):
+        raise ValueError("pass exactly one of budget and mass")
+    heads, dim = q.shape[2:]
+    a, b = (None, None) if predictor is None else (predictor.a, predictor.b)
+    with torch.autocast(q.device.type, enabled=False):
+        words = predict_words(
+            q,
+            k,
+            a,
+            b,
+            video=grid.video,
+            scale=dim**-0.5 if scale is None else scale,
+            query_tile=query_tile,
+            budget=None if budget is None else per_head("budget", budget, heads, q.device),
+            mass_target=None if mass is None else per_head("mass", mass, heads, q.device),
+        )
+    return Selection(words, grid, query_tile)
+
+
+def select_random(
+    grid: VideoGrid,
+    batch: int,
+    heads: int,
+    *,
+    budget: PerHead,
+    generator: torch.Generator,
+    device: torch.device | str,
+    query_tile: int = 64,
+) -> Selection:
+    """Uniformly random key tiles, as many as `select` keeps of a video: the control that shows what choosing is worth.
+
+    No tile is sure of its place, neither the own one nor text. `generator` must live on `device`.
+    """
+    rows, columns = grid.tiles(query_tile), grid.tiles()
+    lots = torch.rand(batch, heads, rows, columns, generator=generator, device=device)
+    forced = torch.zeros(rows, columns, dtype=torch.bool, device=device)
+    return Selection(keep(lots, forced=forced, budget=per_head("budget", budget, heads, lots.device)), grid, query_tile)
+
+
+def per_head(name: str, value: PerHead, heads: int, device: torch.device) -> Tensor:
+    """float32 (H,) of one value or one per head. Raises ValueError for other counts and Python values outside (0, 1]."""
+    if not isinstance(value, Tensor):
+        listed = list(value) if isinstance(value, Sequence) else [value]
+        if not all(0 < x <= 1 for x in listed):
+            raise ValueError(f"{name} must be greater than 0 and at most 1, got {value}")
+        value = torch.tensor(listed if isinstance(value, Sequence) else listed[0], dtype=torch.float32)
+    if value.dim() > 1 or (value.dim() == 1 and value.shape[0] != heads):
+        raise ValueError(f"{name} must be one value or one for each of {heads} heads, got {tuple(value.shape)}")
+    return value.to(device, torch.float32, non_blocking=True).expand(heads)
+
+
+def _check(q: Tensor, k: Tensor, grid: VideoGrid, predictor: Predictor | None) -> None:
+    if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q must be (B, S, H, D) and k (B, S, G, D), got {tuple(q.shape)} and {tuple(k.shape)}")
+    if q.shape[1] != grid.tokens:
+        raise ValueError(f"q and k have {q.shape[1]} tokens, {grid} has {grid.tokens}")
+    heads, groups = q.shape[2], k.shape[2]
+    if groups == 0 or heads % groups:
+        raise ValueError(f"the {heads} query heads do not divide into {groups} key/value heads")
+    if predictor is not None and predictor.a.shape[:2] != (heads, q.shape[3]):
+        raise ValueError(
+            f"the predictor is for heads, head dim {tuple(predictor.a.shape[:2])}, q has {(heads, q.shape[3])}"
+        )
