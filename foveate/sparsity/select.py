@@ -79,15 +79,17 @@ def select_random(
 
 
 def per_head(name: str, value: PerHead, heads: int, device: torch.device) -> Tensor:
-    """float32 (H,) of one value or one per head. Raises ValueError for other counts and Python values outside (0, 1]."""
-    if not isinstance(value, Tensor):
-        listed = list(value) if isinstance(value, Sequence) else [value]
+    """float32 (H,) of one value or one per head. ValueError for other counts and for Python values outside (0, 1]."""
+    if isinstance(value, Tensor):
+        tensor = value
+    else:
+        listed = list(value) if isinstance(value, Sequence) else [value] * heads
         if not all(0 < x <= 1 for x in listed):
             raise ValueError(f"{name} must be greater than 0 and at most 1, got {value}")
-        value = torch.tensor(listed if isinstance(value, Sequence) else listed[0], dtype=torch.float32)
-    if value.dim() > 1 or (value.dim() == 1 and value.shape[0] != heads):
-        raise ValueError(f"{name} must be one value or one for each of {heads} heads, got {tuple(value.shape)}")
-    return value.to(device, torch.float32, non_blocking=True).expand(heads)
+        tensor = torch.tensor(listed)
+    if tensor.shape not in ((), (heads,)):
+        raise ValueError(f"{name} must be one value or one for each of {heads} heads, got {tuple(tensor.shape)}")
+    return tensor.to(device, torch.float32, non_blocking=True).expand(heads)
 
 
 def _check(q: Tensor, k: Tensor, grid: VideoGrid, predictor: Predictor | None) -> None:
