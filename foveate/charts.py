@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -21,7 +22,7 @@ STAND_IN = {
     name: f"#0f{n:02x}f{n:x}"
     for n, name in enumerate(("ink", "muted", "rule", "stage", "sparse", "dense", "random", "other"))
 }
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "foveate",
     "font.size": 10,
@@ -50,7 +51,7 @@ class Line:
     """One curve: steps and values of one length, a colour (a name in STAND_IN or #rrggbb), and how it is drawn."""
 
     steps: Sequence[float]
-    values: Sequence[float]
+    values: Sequence[float] | np.ndarray
     color: str
     width: float = 1.8
     opacity: float = 1.0
@@ -75,7 +76,9 @@ def line_chart(
         axes = figure.add_subplot()
         for line in lines:
             color = STAND_IN.get(line.color, line.color)
-            drawn = {"marker": "o", "markersize": 2.2, "linestyle": ""} if line.dots else {"linewidth": line.width}
+            drawn: dict[str, Any] = {"linewidth": line.width}
+            if line.dots:
+                drawn = {"marker": "o", "markersize": 2.2, "linestyle": ""}
             axes.plot(line.steps, line.values, color=color, alpha=line.opacity, **drawn)
         axes.set_xlim(-0.02 * (last or 1), 1.02 * (last or 1))
         if span:
@@ -101,7 +104,7 @@ def heat_map(values: np.ndarray, *, low: float, high: float, label: str, percent
     for layer, head in np.ndindex(layers, heads):
         if np.isfinite(values[layer, head]):
             shade = min(int(level[layer, head] * HEAT), HEAT - 1)
-            number = (_percent if percent else _number)(values[layer, head], None)
+            number = (_percent if percent else _number)(float(values[layer, head]), None)
             cells.append(
                 f'<rect x="{head * 10}" y="{layer * 10}" width="9.4" height="9.4" rx="1" class="h{shade}">'
                 f"<title>layer {layer}, head {head}: {number}</title></rect>"

