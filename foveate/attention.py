@@ -206,7 +206,9 @@ def _pooled(periphery: str | Sequence[str], heads: int, device: torch.device) ->
         return periphery
     names = [periphery] * heads if isinstance(periphery, str) else list(periphery)
     if len(names) != heads or any(name not in PERIPHERIES for name in names):
-        raise ValueError(f"periphery must be 'drop' or 'pool', or one of them for each of {heads} heads, got {periphery!r}")
+        raise ValueError(
+            f"periphery must be 'drop' or 'pool', or one of them for each of {heads} heads, got {periphery!r}"
+        )
     if "pool" not in names:
         return None
     return torch.tensor([name == "pool" for name in names], device=device)
@@ -216,10 +218,22 @@ BACKENDS: dict[str, str] = {
     "reference": "foveate.kernels.reference",
     "torch": "foveate.kernels.torch_sparse",
 }
+PACKAGES = {"triton": "triton", "fa4": "flash_attn"}
 
 
 def _load(name: str) -> ModuleType:
     return reference if name == "reference" else importlib.import_module(BACKENDS[name])
+
+
+def unavailable(name: str, device: str) -> str | None:
+    """Why a backend cannot run on a device type here, None if it can."""
+    if name in ("reference", "torch"):
+        return None
+    if device != "cuda":
+        return "needs an NVIDIA GPU"
+    if importlib.util.find_spec(PACKAGES[name]) is None:
+        return f"needs {PACKAGES[name]}: pip install 'foveate[{'gpu' if name == 'triton' else name}]'"
+    return None
 
 
 def _auto(device: torch.device, dtype: torch.dtype, selection: Selection | None) -> str:

@@ -1,6 +1,7 @@
 """Generation with a flow-matching model: integrate from noise to a clip. Shapes as in `models/dit.py`."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ def generate(
         plain = model(x, sigma, None).float()
         return plain + guidance * (wanted - plain)
 
-    for index, (now, then) in enumerate(zip(levels, levels[1:], strict=False)):
+    for index, (now, then) in enumerate(pairwise(levels)):
         slope = velocity(x, now)
         ahead = x + (then - now) * slope
         if then > 0:

@@ -69,7 +69,22 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float):
 def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float):
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     return aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=scale
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.unsqueeze(-1),
+        seed,
+        seed,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        False,
+        scale=scale,
     )
 
 

@@ -25,7 +25,15 @@ def tile_means(x: Tensor, tile: int) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, *, query_tile: int, kv_tile: int, scale: float, pooled: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    words: Tensor | None,
+    *,
+    query_tile: int,
+    kv_tile: int,
+    scale: float,
+    pooled: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the kept tiles. Returns out (B, M, H, D) in q's dtype and lse (B, H, M), natural log.
 

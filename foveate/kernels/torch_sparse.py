@@ -21,7 +21,15 @@ CACHE_FLOATS = 1 << 18  # scores of one group: 1 MB in float32, half of a server
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, words: Tensor, *, query_tile: int, kv_tile: int, scale: float, pooled: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    words: Tensor,
+    *,
+    query_tile: int,
+    kv_tile: int,
+    scale: float,
+    pooled: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.forward`: out (B, S, H, D), lse float32 (B, H, S)."""
     job = _Job(q, k, v, words, query_tile, kv_tile, scale, pooled)
@@ -73,7 +81,11 @@ def backward(
             total.index_add_(0, group.tiles.flatten(), near.unflatten(1, (-1, kv_tile)).flatten(0, 1))
             if group.pool is not None:
                 far.index_add_(0, group.pool.flatten(), part[:, group.near :].flatten(0, 1))
-    return job.tokens_first(dq).to(q.dtype), job.keys_first(dk, far_k).to(k.dtype), job.keys_first(dv, far_v).to(v.dtype)
+    return (
+        job.tokens_first(dq).to(q.dtype),
+        job.keys_first(dk, far_k).to(k.dtype),
+        job.keys_first(dv, far_v).to(v.dtype),
+    )
 
 
 @dataclass
@@ -132,7 +144,9 @@ class _Job:
         if len(far):
             sizes = self.sizes.repeat(self.batch * self.groups_of_heads)
             near = near + (far / sizes[:, None]).unsqueeze(1)
-        return near.unflatten(0, (self.batch, self.groups_of_heads, -1)).flatten(2, 3)[:, :, : self._keys].transpose(1, 2)
+        return (
+            near.unflatten(0, (self.batch, self.groups_of_heads, -1)).flatten(2, 3)[:, :, : self._keys].transpose(1, 2)
+        )
 
     @property
     def _keys(self) -> int:
@@ -140,7 +154,9 @@ class _Job:
 
     def groups(self) -> Iterator[_Group]:
         """All rows that have any key, in groups of about equal kept counts whose scores fit the cache."""
-        head = torch.arange(len(self.counts), device=self.counts.device) // (len(self.counts) // (self.batch * self.heads))
+        head = torch.arange(len(self.counts), device=self.counts.device) // (
+            len(self.counts) // (self.batch * self.heads)
+        )
         pools = self.pooled.to(head.device)[head % self.heads]
         # Key/value tiles of a row start at its batch and key/value head.
         first = head // (self.heads // self.groups_of_heads) * self.count
@@ -180,7 +196,12 @@ class _Job:
         gone = (torch.arange(most, device=rows.device) >= self.counts[rows, None]).unsqueeze(-1)
         last = (local == self.count - 1).unsqueeze(-1)
         gone = gone | (last & (torch.arange(self.kv_tile, device=rows.device) >= short))
-        return torch.zeros_like(gone, dtype=like.dtype).masked_fill_(gone, -torch.inf).expand(-1, -1, self.kv_tile).flatten(1)
+        return (
+            torch.zeros_like(gone, dtype=like.dtype)
+            .masked_fill_(gone, -torch.inf)
+            .expand(-1, -1, self.kv_tile)
+            .flatten(1)
+        )
 
     def logits(self, group: _Group) -> Tensor:
         """Scaled scores (g, m, c) of a group, biases added."""

@@ -34,7 +34,9 @@ class DiTConfig:
 
     def __post_init__(self) -> None:
         if self.width % self.heads or self.head_dim % 2 or self.head_dim < 6:
-            raise ValueError(f"width {self.width} must split over {self.heads} heads into an even head dim of at least 6")
+            raise ValueError(
+                f"width {self.width} must split over {self.heads} heads into an even head dim of at least 6"
+            )
         if self.classes and self.text_dim:
             raise ValueError("condition on classes or on text_dim, not on both")
         if min(self.channels, self.depth, *self.patch) < 1:

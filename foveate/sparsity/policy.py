@@ -26,7 +26,8 @@ class Sparse:
 
     mode: `dense` (stage 1), `sparse` (stage 2), or `random`, which keeps as many tiles but any: the control that shows
     that the choice matters. learning: whether training forwards teach the predictors. `computed` counts the layers
-    computed in each mode, so that a caller can tell that what was asked for really ran.
+    computed in each mode, so that a caller can tell that what was asked for really ran. start: observations before a
+    layer's predictor exists.
     """
 
     def __init__(
@@ -38,12 +39,13 @@ class Sparse:
         budget: float | Sequence[float],
         periphery: str | Sequence[str] = "pool",
         rank: int = 16,
+        start: int = 20,
         query_tile: int = 64,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ):
         self.budget, self.periphery, self.query_tile, self.seed = budget, periphery, query_tile, seed
-        self.learners = [Learner(heads, dim, rank=rank, device=device) for _ in range(layers)]
+        self.learners = [Learner(heads, dim, rank=rank, start=start, device=device) for _ in range(layers)]
         self.mode, self.learning, self.step = "dense", False, 0
         self.computed = dict.fromkeys(MODES, 0)
         self._profiles: dict[int, HeadProfile] | None = None
@@ -63,7 +65,7 @@ class Sparse:
         with torch.no_grad():
             if self.mode == "random":
                 return select_random(
-                    layer.grid, q.shape[0], q.shape[2], budget=self.budget, generator=self._generator(layer),
+                    layer.grid, q.shape[0], q.shape[2], budget=self.budget, generator=self._generator(layer, q.device),
                     device=q.device, query_tile=self.query_tile,
                 )  # fmt: skip
             predictor = self.learners[layer.index].predictor
@@ -108,10 +110,10 @@ class Sparse:
 
     def _profile(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> HeadProfile:
         predictor = self.learners[layer.index].predictor
-        return profile(q, k, v, layer.grid, predictor=predictor, generator=self._generator(layer))
+        return profile(q, k, v, layer.grid, predictor=predictor, generator=self._generator(layer, q.device))
 
     def _seed(self, layer: Layer) -> int:
         return hash((self.seed, self.step, layer.index)) & 0x7FFFFFFF
 
-    def _generator(self, layer: Layer) -> torch.Generator:
-        return torch.Generator().manual_seed(self._seed(layer))
+    def _generator(self, layer: Layer, device: torch.device) -> torch.Generator:
+        return torch.Generator(device).manual_seed(self._seed(layer))

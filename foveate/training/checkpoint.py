@@ -24,7 +24,9 @@ def save(root: Path, step: int, parts: Mapping[str, Mapping[str, Tensor]], state
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     for name, tensors in parts.items():
-        save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, partial / f"{name}.safetensors")
+        save_file(
+            {key: tensor.detach().contiguous() for key, tensor in tensors.items()}, partial / f"{name}.safetensors"
+        )
     (partial / "state.json").write_text(json.dumps(state, indent=1))
     _flush(partial)
     shutil.rmtree(final, ignore_errors=True)

@@ -8,10 +8,11 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,22 +28,21 @@ from foveate.training.recipes import TrainConfig
 class Trainer:
     """One run. `fit()` trains to the end of the recipe; `resume()` before it takes up the newest checkpoint.
 
-    conditions: what the model is told about a clip, see `flow.Batches`. on_step is given each finished row of the
-    history: step, stage, loss, seconds, tokens a second, budget, learning rate, and at a check the paired gap.
+    on_step is given each finished row of the history: step, stage, loss, seconds, tokens a second, budget, learning
+    rate, and at a check the paired gap. text: from caption to embedding (text_dim,), for models that take one.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         *,
-        conditions: Conditions = "none",
+        text: Mapping[str, Tensor] | None = None,
         on_step: Callable[[dict], None] = lambda row: None,
     ):
         self.config, self.on_step = config, on_step
         self.device = torch.device(pick_device(config.device))
-        shape = {"frames": config.frames, "height": config.height, "width": config.width, "stride": config.stride}
-        self.clips = Clips(config.data, split="train", **shape)
-        held_out = Clips(config.data, split="val", **shape)
+        self.clips, held_out = (open_clips(config, split) for split in ("train", "val"))
+        conditions = choose_conditions(config, len(self.clips.classes), text)
         self.validation = [
             batch.to(self.device) for batch in fixed_batches(held_out, config.validation_clips, conditions=conditions)
         ]
@@ -73,7 +73,7 @@ class Trainer:
         shape = self.config.model
         policy = Sparse(
             shape.depth, shape.heads, shape.head_dim, budget=self.config.budget, periphery=self.config.periphery,
-            rank=self.config.rank, seed=self.config.seed, device=self.device,
+            rank=self.config.rank, start=self.config.learn_from, seed=self.config.seed, device=self.device,
         )  # fmt: skip
         self.model.policy = policy
         return policy
@@ -84,18 +84,17 @@ class Trainer:
         config.out.mkdir(parents=True, exist_ok=True)
         (config.out / "config.json").write_text(json.dumps(asdict(config), indent=1, default=str))
         history = self._history()
-        if self.step == 0 and config.sparse:
-            self._measure({"step": 0})
         with self._ctrl_c(), (config.out / "history.jsonl").open("a") as file:
             for batch in self.batches.loader(range(self.step, config.steps), config.workers):
                 row = self._train_step(batch.to(self.device))
-                if config.sparse and self.step % config.check_every == 0:
+                if self.step % config.check_every == 0:
                     self._measure(row)
                 history.append(row)
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 self.on_step(row)
-                if self.interrupted or self.step % config.checkpoint_every == 0 or self.step == config.steps:
+                due = self.step % config.checkpoint_every == 0 or self.step == config.steps
+                if due or self.interrupted or "switched" in row:
                     self.save()
                 if self.interrupted:
                     break
@@ -137,7 +136,7 @@ class Trainer:
         """Paired validation losses, the profile of every layer, and the decision to switch, into the row."""
         dense = self.validate("dense")
         row["dense_loss"] = dense
-        if not self.policy.ready:
+        if not (self.config.sparse and self.policy.ready):
             return
         sparse = self.validate("random" if self.config.control else "sparse")
         row.update(sparse_loss=sparse, gap=sparse / dense - 1)
@@ -151,7 +150,9 @@ class Trainer:
         batch = self.validation[len(self.validation) // 2]
         with torch.no_grad(), self.policy.using("dense"), self.policy.profiling() as found, self._precision():
             loss(self.model, batch)
-        layers = [{k: v.tolist() for k, v in vars(found[index]).items() if isinstance(v, Tensor)} for index in sorted(found)]
+        layers = [
+            {k: v.tolist() for k, v in vars(found[index]).items() if isinstance(v, Tensor)} for index in sorted(found)
+        ]
         with (self.config.out / "profiles.jsonl").open("a") as file:
             file.write(json.dumps({"step": self.step, "layers": layers}) + "\n")
 
@@ -167,6 +168,9 @@ class Trainer:
         state = {"step": self.step, "stage": self.stage, "model": self.config.model.to_dict()}
         folder = checkpoint.save(self.config.out / "checkpoints", self.step, parts, state)
         checkpoint.save_weights(self.config.out / "model.safetensors", self.ema, self.about())
+        if self.policy.ready:
+            about = {name: getattr(self.config, name) for name in ("budget", "periphery", "rank")}
+            checkpoint.save_weights(self.config.out / "predictor.safetensors", self.policy.state_dict(), about)
         return folder
 
     def about(self) -> dict:
@@ -175,15 +179,17 @@ class Trainer:
         sizes = {"frames": config.frames, "height": config.height, "width": config.width}
         return {"model": config.model.to_dict(), "step": self.step, "clip": sizes, "data": config.data.name}
 
-    def resume(self, root: Path | None = None) -> None:
-        """Take up the newest checkpoint of this run (or of the run in `root`); history after it is dropped."""
-        parts, state = checkpoint.load((root or self.config.out) / "checkpoints")
+    def resume(self, step: int | None = None) -> None:
+        """Take up checkpoint `step` of this run, the newest by default; history after it is dropped."""
+        parts, state = checkpoint.load(self.config.out / "checkpoints", step)
         if state["model"] != as_json(self.config.model.to_dict()):
             raise ValueError(f"the checkpoint holds a model of another shape, {state['model']}")
         self.model.load_state_dict(parts["model"])
         self.ema = {name: tensor.to(self.device) for name, tensor in parts["ema"].items()}
         for name, weight in self.model.named_parameters():
-            found = {k.removeprefix(f"{name}."): v for k, v in parts["optimizer"].items() if k.rpartition(".")[0] == name}
+            found = {
+                k.removeprefix(f"{name}."): v for k, v in parts["optimizer"].items() if k.rpartition(".")[0] == name
+            }
             self.optimizer.state[weight] = {k: v if k == "step" else v.to(self.device) for k, v in found.items()}
         self.policy.load_state_dict(parts["policy"])
         self.step, self.stage = state["step"], state["stage"]
@@ -215,6 +221,27 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
 
+def open_clips(config: TrainConfig, split: Literal["train", "val"]) -> Clips:
+    """The clips a run learns from, or those it is judged by."""
+    return Clips(
+        config.data, frames=config.frames, height=config.height, width=config.width, stride=config.stride, split=split,
+        zoom=config.zoom, exclude=config.exclude,
+    )  # fmt: skip
+
+
+def choose_conditions(config: TrainConfig, classes: int, text: Mapping[str, Tensor] | None) -> Conditions:
+    """What the model is told about a clip. ValueError where model and data do not fit each other."""
+    if config.model.classes:
+        if config.model.classes != classes:
+            raise ValueError(f"the model has {config.model.classes} classes, {config.data} has {classes} class folders")
+        return "label"
+    if config.model.text_dim:
+        if text is None:
+            raise ValueError("the model takes text embeddings: give --text-encoder, or text= to Trainer")
+        return text
+    return "none"
+
+
 def as_json(values: dict) -> dict:
     """As JSON gives it back: tuples as lists."""
     return json.loads(json.dumps(values))
@@ -240,5 +267,7 @@ def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch sees no GPU here; use --device cpu, or see `foveate doctor`")
+        raise ValueError(
+            "device cuda was asked for, but torch sees no GPU here; use --device cpu, or see `foveate doctor`"
+        )
     return name

@@ -1,0 +1,224 @@
+"""`attend` against the float64 oracle, states that merge, and errors (CASES 1-4, 6, 8-10, 26)."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foveate import AttnState, Selection, VideoGrid, attend, merge
+
+TOLERANCE = 1e-5  # relative L2, float32 against float64
+CASES = 220
+
+
+def relative(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
+    """Relative L2 error; `floor` is the scale under which a difference is rounding of what cancelled."""
+    value, truth = value.double(), truth.double()
+    return float((value - truth).norm() / truth.norm().clamp(min=max(floor, 1e-30)))
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, dtype: torch.dtype, **options
+) -> dict[str, Tensor]:
+    """out, lse and gradients; rows without a key keep their lse out of the loss."""
+    inputs = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
+    state = attend(*inputs, **options)
+    finite = state.lse.masked_fill(state.lse.isinf(), 0.0)
+    loss = (state.out * dout.to(dtype)).sum() + (finite * dlse.to(finite.dtype)).sum()
+    dq, dk, dv = torch.autograd.grad(loss, inputs)
+    return {"out": state.out.detach(), "lse": state.lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def compare(got: dict[str, Tensor], truth: dict[str, Tensor], scale: float) -> None:
+    empty = truth["lse"] == -torch.inf
+    assert torch.equal(got["lse"] == -torch.inf, empty)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        a, b = (x[name].masked_fill(empty, 0.0) if name == "lse" else x[name] for x in (got, truth))
+        assert torch.isfinite(a).all(), name
+        # dq and dk are differences of terms this large: where they cancel to 0 (one key, say) only rounding is left.
+        floor = scale * math.sqrt(b.numel()) if name in ("dq", "dk", "lse") else 0.0
+        error = relative(a, b, floor)
+        assert error <= TOLERANCE, f"{name}: {error:.2e}"
+
+
+def draw_inputs(
+    grid: VideoGrid, batch: int, heads: int, groups: int, dim: int, seed: int, strided: bool
+) -> list[Tensor]:
+    noise = torch.Generator().manual_seed(seed)
+    size = (batch, grid.tokens, heads + 2 * groups, dim)
+    fused = torch.randn(size, generator=noise, dtype=torch.float64)
+    q, k, v = fused.split([heads, groups, groups], dim=2)
+    if not strided:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    dout = torch.randn(batch, grid.tokens, heads, dim, generator=noise, dtype=torch.float64)
+    dlse = torch.randn(batch, heads, grid.tokens, generator=noise, dtype=torch.float64)
+    return [q, k, v, dout, dlse]
+
+
+@settings(max_examples=CASES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 13), st.integers(1, 17)),
+    text=st.sampled_from([0, 0, 1, 40]),
+    dim=st.sampled_from([32, 64, 96, 128, 256]),
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)]),
+    batch=st.integers(1, 2),
+    query_tile=st.sampled_from([64, 128]),
+    density=st.sampled_from([0.0, 0.03, 0.3, 1.0]),
+    periphery=st.sampled_from(["drop", "pool", "mixed"]),
+    strided=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_torch_backend_equals_the_oracle(
+    sizes, text, dim, heads, batch, query_tile, density, periphery, strided, seed
+) -> None:
+    grid = VideoGrid(*sizes, text=text)
+    inputs = draw_inputs(grid, batch, *heads, dim, seed, strided)
+    shape = (batch, heads[0], grid.tiles(query_tile), grid.tiles())
+    # Another mask for each batch and head; some rows stay empty on purpose.
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < density
+    selection = Selection.from_dense(mask, grid, query_tile=query_tile)
+    kinds = ["pool" if head % 2 else "drop" for head in range(heads[0])] if periphery == "mixed" else periphery
+    truth = run(*inputs, torch.float64, selection=selection, periphery=kinds, backend="reference")
+    got = run(*inputs, torch.float32, selection=selection, periphery=kinds, backend="torch")
+    compare(got, truth, scale=0.1)
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 111, 200])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_dense_equals_the_oracle_with_gradients_into_lse(tokens: int, groups: int) -> None:
+    inputs = draw_inputs(VideoGrid(1, 1, tokens), 2, 3, groups, 32, tokens, strided=True)
+    compare(run(*inputs, torch.float32), run(*inputs, torch.float64, backend="reference"), scale=0.1)
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0, 16.0])
+def test_large_logits_keep_their_relative_error(factor: float) -> None:
+    grid = VideoGrid(3, 8, 9)
+    q, k, v, dout, dlse = draw_inputs(grid, 1, 2, 2, 64, 3, strided=False)
+    mask = torch.rand(1, 2, grid.tiles(), grid.tiles(), generator=torch.Generator().manual_seed(1)) < 0.5
+    inputs = (q * factor, k * factor, v, dout, dlse)
+    options = {"selection": Selection.from_dense(mask, grid), "periphery": "pool"}
+    got = run(*inputs, torch.float32, backend="torch", **options)
+    truth = run(*inputs, torch.float64, backend="reference", **options)
+    for name in ("out", "dq", "dk", "dv"):
+        # Rounding of a logit of size factor^2 moves its weight by as much: the oracle in float32 errs alike.
+        assert relative(got[name], truth[name]) <= TOLERANCE * max(1.0, factor**2 / 16), name
+
+
+def test_keeping_everything_is_dense_attention() -> None:
+    grid = VideoGrid(5, 7, 9, text=3)
+    inputs = draw_inputs(grid, 1, 2, 2, 32, 0, strided=True)
+    everything = Selection.from_dense(torch.ones(1, 2, grid.tiles(), grid.tiles(), dtype=torch.bool), grid)
+    dense = run(*inputs, torch.float32)
+    for periphery in ("drop", "pool"):
+        compare(
+            run(*inputs, torch.float32, selection=everything, periphery=periphery, backend="torch"), dense, scale=0.1
+        )
+
+
+def test_shapes_may_change_and_change_back() -> None:
+    results = []
+    for sizes in ((3, 7, 9), (1, 5, 5), (3, 7, 9)):
+        grid = VideoGrid(*sizes)
+        inputs = draw_inputs(grid, 1, 2, 2, 32, 0, strided=False)
+        mask = torch.rand(1, 2, grid.tiles(), grid.tiles(), generator=torch.Generator().manual_seed(5)) < 0.6
+        results.append(run(*inputs, torch.float32, selection=Selection.from_dense(mask, grid), backend="torch"))
+    assert all(torch.equal(results[0][name], results[2][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_served_in_its_own_dtype(dtype: torch.dtype) -> None:
+    grid = VideoGrid(3, 7, 9)
+    inputs = [x.to(dtype).double() for x in draw_inputs(grid, 1, 2, 2, 64, 0, strided=False)]
+    mask = torch.rand(1, 2, grid.tiles(), grid.tiles(), generator=torch.Generator().manual_seed(5)) < 0.6
+    selection = Selection.from_dense(mask, grid)
+    got = run(*inputs, dtype, selection=selection, backend="torch")
+    truth = run(*inputs, torch.float64, selection=selection, backend="reference")
+    assert got["out"].dtype == got["dk"].dtype == dtype
+    for name in ("out", "dq", "dk", "dv"):
+        assert relative(got[name], truth[name]) <= 8e-3, name
+
+
+def split_states(parts: int, dtype: torch.dtype = torch.float32) -> tuple[list[AttnState], AttnState]:
+    grid = VideoGrid(1, 1, 96)
+    q, k, v, *_ = (x.to(dtype) for x in draw_inputs(grid, 1, 2, 2, 32, 0, strided=False))
+    states = [attend(q, a, b) for a, b in zip(k.chunk(parts, 1), v.chunk(parts, 1), strict=True)]
+    return states, attend(*(x.double() for x in (q, k, v)), backend="reference")
+
+
+def test_states_over_disjoint_keys_merge_to_the_whole_in_any_order() -> None:
+    states, whole = split_states(4)
+    a, b, c, d = states
+    for merged in (merge(a, b, c, d), merge(merge(d, c), merge(b, a)), merge(AttnState.empty_like(a.out), d, b, c, a)):
+        assert relative(merged.out, whole.out) <= TOLERANCE
+        assert relative(merged.lse, whole.lse) <= TOLERANCE
+
+
+def test_merging_does_not_touch_its_inputs_and_empty_is_the_identity() -> None:
+    (a, b), _ = split_states(2)
+    before = a.out.clone(), a.lse.clone()
+    merge(a, b)
+    empty = AttnState.empty_like(a.out)
+    same = merge(a, empty)
+    assert torch.equal(a.out, before[0])
+    assert torch.equal(a.lse, before[1])
+    assert torch.equal(same.out, a.out)
+    assert torch.equal(same.lse, a.lse)
+    nothing = merge(empty, empty)
+    assert (nothing.out == 0).all()
+    assert (nothing.lse == -torch.inf).all()
+
+
+def test_infinite_lse_merges_without_nan() -> None:
+    (a, b), _ = split_states(2)
+    certain = AttnState(b.out, torch.full_like(b.lse, torch.inf))
+    assert torch.equal(merge(a, certain).out, b.out)
+    assert torch.isfinite(merge(certain, certain).out).all()
+
+
+def test_bfloat16_states_merge_in_float32() -> None:
+    errors = {
+        parts: relative(merge(*split_states(parts, torch.bfloat16)[0]).out, split_states(parts)[1].out)
+        for parts in (1, 8)
+    }
+    assert errors[8] <= 1.2 * errors[1]
+
+
+def test_gradients_of_a_users_own_merge_are_right() -> None:
+    q, k, v, dout, _ = draw_inputs(VideoGrid(1, 1, 96), 1, 2, 2, 32, 0, strided=False)
+    inputs = [x.float().requires_grad_() for x in (q, k, v)]
+    parts = [attend(inputs[0], a, b) for a, b in zip(inputs[1].chunk(3, 1), inputs[2].chunk(3, 1), strict=True)]
+    got = torch.autograd.grad((merge(*parts).out * dout.float()).sum(), inputs)
+    exact = [x.clone().requires_grad_() for x in (q, k, v)]
+    truth = torch.autograd.grad((attend(*exact, backend="reference").out * dout).sum(), exact)
+    for a, b in zip(got, truth, strict=True):
+        assert relative(a, b) <= TOLERANCE
+
+
+Q = torch.zeros(1, 100, 2, 32)
+GRID = VideoGrid(1, 1, 100)
+FULL = Selection.from_dense(torch.ones(1, 2, 2, 2, dtype=torch.bool), GRID)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((Q[0], Q[0], Q[0]), {}, r"\(B, S, H, D\)"),
+        ((Q, Q, Q[:, :50]), {}, r"\(B, S, H, D\)"),
+        ((Q[..., :20], Q[..., :20], Q[..., :20]), {}, "head dim"),
+        ((torch.zeros(1, 9, 3, 32), torch.zeros(1, 9, 2, 32), torch.zeros(1, 9, 2, 32)), {}, "do not divide"),
+        ((Q.int(), Q.int(), Q.int()), {}, "must share one of"),
+        ((Q, Q.half(), Q.half()), {}, "must share one of"),
+        ((Q, Q, Q), {"backend": "magic"}, "one of auto"),
+        ((Q[:, :0], Q, Q), {}, "at least one query"),
+        ((Q[:, :64], Q, Q), {"selection": FULL}, "the selection is for 100 tokens"),
+        ((Q.expand(2, -1, -1, -1),) * 3, {"selection": FULL}, "batch, heads"),
+        ((Q, Q, Q), {"selection": FULL, "periphery": "blur"}, "periphery"),
+        ((Q, Q, Q), {"selection": FULL, "periphery": ["drop"]}, "each of 2 heads"),
+    ],
+)
+def test_bad_input_says_what_to_do(arguments: tuple, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend(*arguments, **options)

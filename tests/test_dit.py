@@ -1,0 +1,104 @@
+"""The built-in DiT: shapes, tile order, conditioning, the policy seam."""
+
+import pytest
+import torch
+
+from foveate.attention import Dense, Layer, attend
+from foveate.models.dit import DiTConfig, VideoDiT, rotary_table, rotate
+
+SMALL = DiTConfig(width=64, depth=2, heads=2)
+
+
+def awake(config: DiTConfig) -> VideoDiT:
+    """A model whose zero-initialised gates and head are random: otherwise every output is 0."""
+    torch.manual_seed(0)
+    model = VideoDiT(config)
+    for parameter in model.parameters():
+        if (parameter == 0).all():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def test_patches_round_trip() -> None:
+    model = VideoDiT(DiTConfig(width=64, depth=1, heads=2, patch=(2, 4, 2)))
+    x = torch.randn(2, 3, 4, 8, 12)
+    tokens = model._patchify(x)
+    assert tokens.shape == (2, 2 * 2 * 6, 3 * 16)
+    assert torch.equal(model._unpatchify(tokens, model.config.grid(4, 8, 12)), x)
+    assert torch.equal(tokens[0, 1], x[0, :, 0:2, 0:4, 2:4].flatten())
+
+
+def test_tile_order_inside_changes_nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, sigma = awake(SMALL), torch.randn(1, 3, 5, 20, 28), torch.tensor([0.3])
+    expected = model(x, sigma)
+    monkeypatch.setattr("foveate.tiles.VideoGrid.order", lambda grid: torch.arange(grid.tokens))
+    assert torch.allclose(model(x, sigma), expected, atol=1e-5)
+    assert expected.abs().mean() > 0.01
+
+
+def test_every_self_attention_goes_through_the_policy() -> None:
+    seen: list[tuple[Layer, torch.Size]] = []
+
+    class Spy(Dense):
+        def __call__(self, layer, q, k, v):
+            seen.append((layer, q.shape))
+            return super().__call__(layer, q, k, v)
+
+    model = awake(SMALL)
+    model.policy = Spy()
+    model(torch.randn(2, 3, 4, 8, 8), torch.tensor([0.1, 0.9]))
+    assert [layer.index for layer, _ in seen] == [0, 1]
+    assert {layer.name for layer, _ in seen} == {"blocks.0", "blocks.1"}
+    assert all(shape == (2, 16, 2, 32) for _, shape in seen)
+
+
+def test_rotation_makes_scores_depend_on_distance_only() -> None:
+    grid = SMALL.grid(6, 16, 16)
+    table = rotary_table(grid, 32)
+    q, k = torch.randn(32), torch.randn(32)
+
+    def score(a: tuple[int, int, int], b: tuple[int, int, int]) -> float:
+        at = [(f * 4 + y) * 4 + x for f, y, x in (a, b)]
+        turned = rotate(torch.stack([q, k])[None, :, None], table[at])[0, :, 0]
+        return float(turned[0] @ turned[1])
+
+    assert score((0, 0, 0), (2, 1, 3)) == pytest.approx(score((3, 2, 0), (5, 3, 3)), abs=1e-4)
+    assert score((0, 0, 0), (2, 1, 3)) != pytest.approx(score((0, 0, 0), (2, 1, 2)), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "condition", "none"),
+    [
+        (DiTConfig(width=64, depth=1, heads=2, classes=3), torch.tensor([1]), torch.tensor([3])),
+        (DiTConfig(width=64, depth=1, heads=2, text_dim=8), torch.ones(1, 8), torch.zeros(1, 8)),
+    ],
+)
+def test_conditions_matter_and_none_is_none(config, condition, none) -> None:
+    model, x, sigma = awake(config), torch.randn(1, 3, 2, 8, 8), torch.tensor([0.5])
+    plain = model(x, sigma)
+    assert not torch.allclose(model(x, sigma, condition), plain, atol=1e-4)
+    if config.classes:
+        assert torch.equal(model(x, sigma, none), plain)
+
+
+def test_a_new_model_predicts_zero() -> None:
+    assert (VideoDiT(SMALL)(torch.randn(1, 3, 2, 8, 8), torch.tensor([0.5])) == 0).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DiTConfig(width=100, heads=3),
+        lambda: DiTConfig(classes=2, text_dim=4),
+        lambda: DiTConfig(depth=0),
+        lambda: SMALL.grid(3, 30, 32),
+    ],
+)
+def test_bad_shapes_are_refused(make) -> None:
+    with pytest.raises(ValueError, match=r"must|condition|multiples"):
+        make()
+
+
+def test_dense_policy_is_attend() -> None:
+    q, k, v = torch.randn(3, 1, 9, 2, 32)
+    assert torch.equal(Dense()(Layer(0, "x", SMALL.grid(1, 4, 4)), q, k, v), attend(q, k, v).out)
