@@ -19,7 +19,7 @@ from foveate.tiles import OCTANT, TILE, VideoGrid
 
 NEGLIGIBLE = 1e-6  # eigenvalues of a moment below this share of the largest count as directions never seen
 MASS_FLOOR = 1e-9  # below it a predicted mass gets no gradient, so that no logarithm is infinite
-CHUNK = 1 << 25  # attention weights held at once while targets are measured: 128 MB in float32
+CHUNK = {"cpu": 1 << 20, "other": 1 << 25}  # exact weights held at once: in cache on a CPU, 128 MB elsewhere
 BETAS = (0.9, 0.99)
 EPS = 1e-8
 
@@ -41,11 +41,12 @@ class Moments:
         """Take in q (B, S, H, D) and k (B, S, G, D), any float dtype. Raises ValueError for other shapes."""
         heads, dim, _ = self.cq.shape
         _check(q, k, heads, dim)
-        keys = project(octant_means(k), None, heads)
         self.count += q.shape[0]
         share = q.shape[0] / self.count
-        self.cq = self.cq.lerp(_second_moment(octant_means(q)), share)
-        self.ck = self.ck.lerp(_second_moment(keys - keys.mean(2, keepdim=True)), share)
+        with torch.autocast(q.device.type, enabled=False):
+            keys = project(octant_means(k), None, heads)
+            self.cq = self.cq.lerp(_second_moment(octant_means(q)), share)
+            self.ck = self.ck.lerp(_second_moment(keys - keys.mean(2, keepdim=True)), share)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"cq": self.cq.clone(), "ck": self.ck.clone(), "count": torch.tensor(self.count)}
@@ -123,7 +124,7 @@ class Learner:
         dim: int,
         *,
         rank: int = 16,
-        rows: int = 4,
+        rows: int = 1,
         lr: float = 5e-4,
         start: int = 20,
         jitter: float = 0.3,
@@ -157,7 +158,7 @@ class Learner:
         """
         heads, dim = self.moments.cq.shape[:2]
         _check(q, k, heads, dim, grid)
-        scale = dim**-0.5 if scale is None else scale
+        scale = float(dim**-0.5 if scale is None else scale)
         with torch.autocast(q.device.type, enabled=False):
             if self.seen < self.start:
                 self._begin(q.detach(), k.detach())
@@ -243,7 +244,8 @@ def true_mass(q: Tensor, k: Tensor, rows: Tensor, scale: float) -> Tensor:
     spare = -tokens % TILE
     keys = pad(k[0].float().permute(1, 2, 0), (0, spare)).repeat_interleave(heads // k.shape[2], dim=0)
     parts = []
-    for part in queries.split(max(1, CHUNK // keys[:, 0].numel()), dim=1):
+    chunk = CHUNK.get(q.device.type, CHUNK["other"])
+    for part in queries.split(max(1, chunk // keys[:, 0].numel()), dim=1):
         logits = part @ keys
         logits[..., tokens:] = -torch.inf
         parts.append(logits.softmax(-1).unflatten(-1, (-1, TILE)).sum(-1))

@@ -67,7 +67,7 @@ def profile(
         raise ValueError(f"{grid} has {grid.tokens} tokens, q has {q.shape[1]}, k {k.shape[1]}")
     if not budgets or not all(0 < x <= 1 for x in budgets):
         raise ValueError(f"budgets must be greater than 0 and at most 1, got {tuple(budgets)}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     tiles = grid.tiles()
     drawn = torch.randperm(tiles, generator=generator, device=generator.device)[: min(rows, max(1, tiles // SHARE))]
     with torch.autocast(q.device.type, enabled=False):
