@@ -1,4 +1,4 @@
-"""Attention as a value: partial results `(out, lse)` that merge exactly, the public `attend`, and the policy seam.
+"""Attention as a value: partial results `(out, lse)` that merge exactly, the public `attend`, the policy seam.
 
 Shapes: B batch, S tokens in tile order, H heads, G key/value heads (G divides H), D head dim, R query tiles, N key tiles.
 """
@@ -27,7 +27,7 @@ PERIPHERIES = ("drop", "pool")
 
 @dataclass(frozen=True, eq=False)
 class AttnState:
-    """Attention over some set of keys: `out` (B, S, H, D) and `lse` (B, H, S), float32 natural log-sum-exp of its logits.
+    """Attention over some set of keys: `out` (B, S, H, D) and `lse` (B, H, S), its float32 log-sum-exp (natural).
 
     States over disjoint key sets merge exactly. The empty state is out = 0, lse = -inf.
     """

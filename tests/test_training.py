@@ -170,7 +170,7 @@ def test_ctrl_c_saves_and_stops(config: TrainConfig) -> None:
     trainer = Trainer(config, on_step=press)
     trainer.fit()
     assert trainer.interrupted
-    assert checkpoint.steps(config.out / "checkpoints")[-1] == trainer.step == 4
+    assert checkpoint.steps(config.out / "checkpoints")[-1] == trainer.step == 3
 
 
 def test_weights_and_predictor_files_generate_what_the_run_would(finished: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Sparse attention in plain torch operations, for any device: forward and backward, time and memory fall with the budget.
+"""Sparse attention in plain torch, for any device: forward and backward, time and memory fall with the budget.
 
 Rows (one batch, head and query tile each) are sorted by how much they keep and worked through in groups whose scores
 fit a core's cache; the kept key tiles of a group are gathered, so every matrix product is dense and contiguous.
@@ -189,7 +189,7 @@ class _Job:
         return _Group(rows, tiles, bias, keys, values, near, far)
 
     def _near_bias(self, rows: Tensor, local: Tensor, most: int, least: int, like: Tensor) -> Tensor | None:
-        """-inf for tiles past a row's count and for the missing tokens of the short last tile; None if there are none."""
+        """-inf for tiles past a row's count and for tokens that the short last tile lacks; None if there are none."""
         short = int(self.sizes[-1])
         if most == least and short == self.kv_tile:
             return None

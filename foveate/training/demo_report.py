@@ -45,7 +45,8 @@ def summary(config: TrainConfig, switch: int | None, seconds: float) -> str:
     turn = "it never turned sparse" if switch is None else f"it turned sparse after step {switch}"
     return (
         f"{config.steps} steps on clips of {config.frames} frames, {config.height} × {config.width} pixels, {tokens:,} "
-        f"tokens; {turn}, computing {100 * config.budget:.0f} % of the attention tiles. {seconds / 60:.1f} minutes in all."
+        f"tokens; {turn}, computing {100 * config.budget:.0f} % of the attention tiles. "
+        f"{seconds / 60:.1f} minutes in all."
     )
 
 

@@ -121,7 +121,8 @@ class Trainer:
         seconds = time.perf_counter() - began
         tokens = len(batch.clips) * config.model.grid(*batch.clips.shape[2:]).tokens
         return {
-            "step": self.step, "stage": self.stage, "loss": number, "seconds": seconds, "tokens_per_second": tokens / seconds,
+            "step": self.step, "stage": self.stage, "loss": number, "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
             "budget": config.budget if self.stage == 2 else 1.0, "lr": self.optimizer.param_groups[0]["lr"],
         }  # fmt: skip
 
@@ -185,7 +186,7 @@ class Trainer:
         if state["model"] != as_json(self.config.model.to_dict()):
             raise ValueError(f"the checkpoint holds a model of another shape, {state['model']}")
         self.model.load_state_dict(parts["model"])
-        self.ema = {name: tensor.to(self.device) for name, tensor in parts["ema"].items()}
+        self.ema = {name: parts["ema"][name].to(self.device) for name in self.ema}  # in the parameters' order
         for name, weight in self.model.named_parameters():
             found = {
                 k.removeprefix(f"{name}."): v for k, v in parts["optimizer"].items() if k.rpartition(".")[0] == name

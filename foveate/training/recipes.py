@@ -88,7 +88,8 @@ def pretrain(data: Path, out: Path) -> TrainConfig:
 def demo(data: Path, out: Path) -> TrainConfig:
     """Two-stage training on two CPU cores, minutes, from the pretrained checkpoint."""
     return TrainConfig(
-        data=data, out=out, exclude=DEMO_EXCLUDE, steps=90, lr=1e-4, warmup=10, ema=0.99, start_from=CHECKPOINT, budget=0.16,
+        data=data, out=out, exclude=DEMO_EXCLUDE, steps=90, lr=1e-4, warmup=10, ema=0.99, start_from=CHECKPOINT,
+        budget=0.16,
         learn_from=8, stage1=12, check_every=6, checkpoint_every=30, validation_clips=2,
     )  # fmt: skip
 

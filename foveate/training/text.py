@@ -1,4 +1,4 @@
-"""Captions as embeddings, by a sentence encoder from a folder or hub name (extra `diffusers`, which has transformers)."""
+"""Captions as embeddings, by a sentence encoder from a folder or hub name (transformers, extra `diffusers`)."""
 
 from collections.abc import Iterable
 
