@@ -8,6 +8,7 @@ Shapes: B batch, S tokens in tile order, H heads, G key/value heads, D head dim.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ class Sparse:
 
     mode: `dense` (stage 1), `sparse` (stage 2), or `random`, which keeps as many tiles but any: the control that shows
     that the choice matters. learning: whether training forwards teach the predictors. `computed` counts the layers
-    computed in each mode, so that a caller can tell that what was asked for really ran. start: observations before a
-    layer's predictor exists.
+    computed in each mode, so that a caller can tell that what was asked for really ran. learner: further
+    arguments of every layer's `Learner`.
     """
 
     def __init__(
@@ -39,13 +40,13 @@ class Sparse:
         budget: float | Sequence[float],
         periphery: str | Sequence[str] = "pool",
         rank: int = 16,
-        start: int = 20,
         query_tile: int = 64,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        **learner: Any,
     ):
         self.budget, self.periphery, self.query_tile, self.seed = budget, periphery, query_tile, seed
-        self.learners = [Learner(heads, dim, rank=rank, start=start, device=device) for _ in range(layers)]
+        self.learners = [Learner(heads, dim, rank=rank, device=device, **learner) for _ in range(layers)]
         self.mode, self.learning, self.step = "dense", False, 0
         self.computed = dict.fromkeys(MODES, 0)
         self._profiles: dict[int, HeadProfile] | None = None

@@ -73,7 +73,7 @@ class Trainer:
         shape = self.config.model
         policy = Sparse(
             shape.depth, shape.heads, shape.head_dim, budget=self.config.budget, periphery=self.config.periphery,
-            rank=self.config.rank, start=self.config.learn_from, seed=self.config.seed, device=self.device,
+            rank=self.config.rank, start=self.config.learn_from, rows=self.config.learn_rows, lr=self.config.learn_lr, seed=self.config.seed, device=self.device,
         )  # fmt: skip
         self.model.policy = policy
         return policy
