@@ -71,10 +71,20 @@ class Trainer:
 
     def _policy(self) -> Sparse:
         shape = self.config.model
+        config = self.config
         policy = Sparse(
-            shape.depth, shape.heads, shape.head_dim, budget=self.config.budget, periphery=self.config.periphery,
-            rank=self.config.rank, start=self.config.learn_from, rows=self.config.learn_rows, lr=self.config.learn_lr, seed=self.config.seed, device=self.device,
-        )  # fmt: skip
+            shape.depth,
+            shape.heads,
+            shape.head_dim,
+            budget=config.budget,
+            periphery=config.periphery,
+            rank=config.rank,
+            start=config.learn_from,
+            rows=config.learn_rows,
+            lr=config.learn_lr,
+            seed=config.seed,
+            device=self.device,
+        )
         self.model.policy = policy
         return policy
 

@@ -82,9 +82,9 @@ class TrainConfig:
 
 
 def pretrain(data: Path, out: Path) -> TrainConfig:
-    """The checkpoint that the demo continues from: dense, on a GPU, minutes."""
+    """The checkpoint that the demo continues from: dense, on a GPU, minutes. See examples/pretrain_demo.py."""
     return TrainConfig(
-        data=data, out=out, exclude=DEMO_EXCLUDE, steps=9000, batch=16, lr=1e-3, warmup=500, decay_to=0.05, ema=0.999,
+        data=data, out=out, exclude=DEMO_EXCLUDE, steps=4241, batch=16, lr=1e-3, warmup=500, decay_to=0.05, ema=0.999,
         weight_decay=0.01, sparse=False, workers=12, check_every=500, checkpoint_every=1000, validation_clips=6,
     )  # fmt: skip
 
