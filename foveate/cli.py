@@ -28,7 +28,7 @@ def demo(out: Path = Path("runs/demo"), data: Path | None = None, generate_steps
 
 
 def train(
-    config: tyro.conf.OmitArgPrefixes[TrainConfig],
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")],
     resume: bool = False,
     text_encoder: str | None = None,
 ) -> int:

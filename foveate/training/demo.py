@@ -98,10 +98,10 @@ def switch_step(history: list[dict]) -> int | None:
 
 
 def fork(source: Path, target: Path, step: int) -> None:
-    """Start a run from another's checkpoint and history."""
+    """Start a run from another's checkpoint at its switch, and its history."""
     shutil.rmtree(target, ignore_errors=True)
     name = f"step-{step:06d}"
-    shutil.copytree(source / "checkpoints" / name, target / "checkpoints" / name)
+    shutil.copytree(source / "switch" / name, target / "checkpoints" / name)
     shutil.copy(source / "history.jsonl", target)
 
 

@@ -103,8 +103,9 @@ class Trainer:
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 self.on_step(row)
-                due = self.step % config.checkpoint_every == 0 or self.step == config.steps
-                if due or self.interrupted or "switched" in row:
+                if "switched" in row:  # kept for good: where twins and second thoughts start from
+                    self.save("switch")
+                if self.interrupted or self.step % config.checkpoint_every == 0 or self.step == config.steps:
                     self.save()
                 if self.interrupted:
                     break
@@ -167,7 +168,7 @@ class Trainer:
         with (self.config.out / "profiles.jsonl").open("a") as file:
             file.write(json.dumps({"step": self.step, "layers": layers}) + "\n")
 
-    def save(self) -> Path:
+    def save(self, folder: str = "checkpoints") -> None:
         """Write a checkpoint of this step, and `model.safetensors` of the EMA weights, to generate from."""
         model = dict(self.model.named_parameters())
         optimizer = {
@@ -177,12 +178,11 @@ class Trainer:
         }
         parts = {"model": model, "ema": self.ema, "optimizer": optimizer, "policy": self.policy.state_dict()}
         state = {"step": self.step, "stage": self.stage, "model": self.config.model.to_dict()}
-        folder = checkpoint.save(self.config.out / "checkpoints", self.step, parts, state)
+        checkpoint.save(self.config.out / folder, self.step, parts, state)
         checkpoint.save_weights(self.config.out / "model.safetensors", self.ema, self.about())
         if self.policy.ready:
             about = {name: getattr(self.config, name) for name in ("budget", "periphery", "rank")}
             checkpoint.save_weights(self.config.out / "predictor.safetensors", self.policy.state_dict(), about)
-        return folder
 
     def about(self) -> dict:
         """What a weights file says of itself."""
