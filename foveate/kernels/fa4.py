@@ -89,7 +89,7 @@ def backward(
 
 def block_lists(mask: Tensor):
     """flash-attn-4's lists for a bool mask (B, H, rows, columns): every kept block is full, none needs a mask."""
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # pyright: ignore[reportMissingImports]
 
     index, counts = lists(mask)
     none = torch.zeros_like(counts)
@@ -99,7 +99,7 @@ def block_lists(mask: Tensor):
 @cache
 def _interface() -> ModuleType:
     try:
-        from flash_attn.cute import interface
+        from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError("backend fa4 needs flash-attn-4: pip install 'foveate[fa4]'") from error
     return interface

@@ -99,16 +99,17 @@ def keep(mass: Tensor, *, forced: Tensor, budget: Tensor | None = None, mass_tar
     forced: bool (R, N), tiles that always stay and count inside the budget; the rest are taken by mass, largest first,
     lower index first among equals. Exactly one of, float32 (H,):
     budget: fraction of the N tiles to keep, rounded half up, at least one tile.
-    mass_target: keep the shortest prefix whose summed mass reaches it.
+    mass_target: keep the shortest prefix whose summed mass reaches it (tiles of no mass at all cannot help, and go).
     """
-    _exactly_one(budget, mass_target)
+    value = exactly_one(budget, mass_target)
     count = mass.shape[-1]
     order = torch.argsort(mass.masked_fill(forced, torch.inf), dim=-1, descending=True, stable=True)
     if budget is not None:
-        wanted = (budget.float() * count + 0.5).floor().long()[:, None].expand(mass.shape[:3])
+        wanted = (value.float() * count + 0.5).floor().long()[:, None].expand(mass.shape[:3])
     else:
         sums = mass.gather(-1, order).cumsum(-1, dtype=torch.float64)
-        wanted = 1 + (sums < mass_target.double()[:, None, None]).sum(-1)
+        wanted = 1 + (sums < value.double()[:, None, None]).sum(-1)
+        wanted = torch.minimum(wanted, (forced | (mass > 0)).sum(-1))
     wanted = torch.maximum(wanted, forced.sum(-1)).clamp(1, count)
     kept = torch.zeros_like(mass, dtype=torch.bool)
     kept.scatter_(-1, order, torch.arange(count, device=mass.device) < wanted.unsqueeze(-1))
@@ -135,7 +136,7 @@ def select_octants(
     The queries may be a part of the sequence: `queries` of them (None: all) from token `first`, a multiple of a tile.
     budget, mass_target: see `keep`. scale: of the logits.
     """
-    _exactly_one(budget, mass_target)
+    exactly_one(budget, mass_target)
     mass = tile_mass(q_oct, k_oct, tokens=tokens, scale=scale, query_tile=query_tile, kv_tile=kv_tile)
     video = tokens if video is None else video
     forced = forced_tiles(tokens, video, query_tile, kv_tile, mass.device, first=first, queries=queries)
@@ -174,6 +175,10 @@ def predict_words(
     )
 
 
-def _exactly_one(budget: Tensor | None, mass_target: Tensor | None) -> None:
-    if (budget is None) == (mass_target is None):
-        raise ValueError("pass exactly one of budget and mass_target, float32 tensors of one value a head")
+def exactly_one(budget: Tensor | None, mass_target: Tensor | None) -> Tensor:
+    """The one of the two rules that is given; ValueError where both are, or neither."""
+    if budget is not None and mass_target is None:
+        return budget
+    if mass_target is not None and budget is None:
+        return mass_target
+    raise ValueError("pass exactly one of budget and mass_target, float32 tensors of one value a head")

@@ -5,15 +5,19 @@ query octants: scores against all key octants, exponentials, sums per key tile; 
 them, averages over the query tile and keeps the best, and writes the bitmap. One exponential for each pair of octants,
 no S x S tensor, no size that depends on data, no wait for the host.
 
-The largest logit of a row is not known before its end, so sums are kept beside the maximum of their block of keys and
-are put on one footing when they are read back: a strip of bf16 sums for every resident program, reused, in L2.
+Sums per octant and tile go to a strip of bf16 for every resident program, reused, mostly in L2: they are normalised and
+averaged when they are read back. bf16 spans 2^+-126, so exponents may count from any logit near the row's largest.
 
 Shapes: B batch, S tokens, H heads, G key/value heads, D head dim, r rank, O octants, R query tiles, N key tiles,
-M octants of a program's queries, C octants of a block of keys, T = C / octants a tile tiles of a block, J blocks,
+M octants of a program's queries, C octants of a block of keys, T tiles of a block, J blocks (up to a power of two),
 Z query tiles selected together.
 """
 
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# (pyright takes launches of Triton kernels for calls of the functions they are written as)
+
 import os
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -21,10 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.select import OCTANT, _exactly_one
+from foveate.kernels.select import OCTANT, exactly_one
 
 QUERIES = 64  # M
 KEYS = 128  # C
+MEANS = 32  # octants averaged by a program
+MEANS_WARPS = 4
 WARPS = 4
 STAGES = 3
 HELD = 2048  # masses of query tiles selected together: 16 registers a thread
@@ -39,12 +45,14 @@ def _exp2(x, INTERPRET: tl.constexpr):
     if INTERPRET:
         return tl.exp2(x)
     else:
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
 def _zero(x, INTERPRET: tl.constexpr):
-    """0, but the compiler does not know: what adds it is computed where it is used, not kept in registers over loops."""
+    """0, but the compiler does not know: what adds it is computed where used, not kept in registers over loops."""
     if INTERPRET:
         return x * 0
     else:
@@ -89,7 +97,8 @@ def _one_side(
     if PLACE:
         octants = octants // C * C + _place(octants % C, C, OT)
     row = (batch * heads + head).to(tl.int64) * octants_out + octants
-    tl.store(out + row[:, None] * RANK2 + ranks[None, :], values.to(out.dtype.element_ty), mask=(octants < octants_out)[:, None])
+    where = out + row[:, None] * RANK2 + ranks[None, :]
+    tl.store(where, values.to(out.dtype.element_ty), mask=(octants < octants_out)[:, None])
 
 
 @triton.jit
@@ -120,64 +129,119 @@ def _sizes(block, tokens, C: tl.constexpr, OT: tl.constexpr):
 
 
 @triton.jit
-def _score_block(
-    q, keys, block, tokens, sums_out, sums_stride, maxima_out, maxima_stride, top, total,
-    MASK: tl.constexpr, M: tl.constexpr, C: tl.constexpr, OT: tl.constexpr, R2: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """One block of keys: writes its sums per tile and their maxima; returns the rows' running maximum and total."""
-    T: tl.constexpr = C // OT
-    rows, ranks, columns = tl.arange(0, M), tl.arange(0, R2), tl.arange(0, C)
+def _scores(q, keys, block, C: tl.constexpr, R2: tl.constexpr, INTERPRET: tl.constexpr):
+    """Logits (M, C) of a program's query octants against a block of keys, in powers of 2."""
+    ranks, columns = tl.arange(0, R2), tl.arange(0, C)
     k = tl.load(keys + (block * C + columns).to(tl.int64)[None, :] * R2 + ranks[:, None])
-    scores = tl.dot(q.to(tl.float32), k.to(tl.float32)) if INTERPRET else tl.dot(q, k)
-    if MASK:
-        scores += tl.log2(_sizes(block + _zero(block, INTERPRET), tokens, C, OT))[None, :] - 3.0
-    peak = tl.max(scores, 1)
+    return tl.dot(q.to(tl.float32), k.to(tl.float32)) if INTERPRET else tl.dot(q, k)
+
+
+@triton.jit
+def _peak(
+    q, keys, stop, tokens,
+    M: tl.constexpr, C: tl.constexpr, OT: tl.constexpr, R2: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The largest logit (M,) of the first `stop` blocks of keys."""
+    peak = tl.full([M], -float("inf"), tl.float32)
+    for block in range(stop):
+        exists = _sizes(block + _zero(block, INTERPRET), tokens, C, OT) > 0
+        scores = _scores(q, keys, block, C, R2, INTERPRET)
+        peak = tl.maximum(peak, tl.max(tl.where(exists[None, :], scores, -float("inf")), 1))
+    return peak
+
+
+@triton.jit
+def _sum_block(
+    scores, peak, strip, block, stride, tokens,
+    MASK: tl.constexpr, M: tl.constexpr, C: tl.constexpr, OT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Sums (M, T) of 2^(logit - peak) over the tiles of a block of keys, also written to the program's strip.
+
+    With MASK octants weigh as many eighths as they have tokens; else all are whole.
+    """
+    T: tl.constexpr = C // OT
     shares = _exp2(scores - peak[:, None], INTERPRET)
+    if MASK:
+        sizes = _sizes(block + _zero(block, INTERPRET), tokens, C, OT)[None, :]
+        shares = tl.where(sizes > 0, shares * (sizes / 8), 0.0)
     by_tile = tl.sum(tl.sum(tl.reshape(shares, [M, T // 4, OT // 2, 4, 2]), 4), 2)
     sums = tl.reshape(tl.permute(by_tile, 0, 2, 1), [M, T])
-    tl.store(sums_out + rows[:, None] * sums_stride + (block * T + tl.arange(0, T))[None, :], sums.to(tl.bfloat16))
-    tl.store(maxima_out + rows * maxima_stride + block, peak)
-    higher = tl.maximum(top, peak)
-    total = total * _exp2(top - higher, INTERPRET) + tl.sum(sums, 1) * _exp2(peak - higher, INTERPRET)
-    return higher, total
+    rows, tiles = tl.arange(0, M), tl.arange(0, T)
+    tl.store(strip + rows[:, None] * stride + (block * T + tiles)[None, :], sums.to(tl.bfloat16))
+    return sums
 
 
 @triton.jit
-def _weight(chosen, weights):
-    """Summed weight of the chosen tiles of each row: chosen, weights (Z, J, T) -> (Z,)."""
-    return tl.sum(tl.sum(tl.where(chosen, weights, 0.0), 2), 1)
+def _total(x):
+    """Sum of each row: (Z, J, T) -> (Z,)."""
+    return tl.sum(tl.sum(x, 2), 1)
 
 
 @triton.jit
-def _best(mass, forced, exists, places, want, BY_MASS: tl.constexpr, PLACES: tl.constexpr):
-    """The tiles to keep, bool (Z, J, T): forced ones, then the largest masses until their weight reaches `want`.
+def _add3(a, b, c, d, e, f):
+    return a + d, b + e, c + f
 
-    Weights are masses, or 1. Bisection on the bits of the smallest mass kept (they order as floats do, all being
-    positive), then on the place up to which masses equal to it are kept.
-    """
-    weights = mass if BY_MASS else tl.full(mass.shape, 1.0, tl.float32)
-    need = want - _weight(forced & exists, weights)
-    bits = tl.where(exists & ~forced, mass.to(tl.int32, bitcast=True), -1)
-    low = tl.zeros_like(need).to(tl.int32)
-    high = low + (1 << 30)
-    for _ in range(30):
-        middle = (low + high) // 2
-        enough = _weight(bits >= middle[:, None, None], weights) >= need
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-    above = bits > low[:, None, None]
+
+@triton.jit
+def _totals(a, b, c, INTERPRET: tl.constexpr):
+    """Three `_total`s in one exchange between threads."""
+    if INTERPRET:
+        return _total(a), _total(b), _total(c)
+    else:
+        return tl.reduce(tl.reduce((a, b, c), 2, _add3), 1, _add3)
+
+
+@triton.jit
+def _first_of_equals(bits, low, places, weights, need, PLACES: tl.constexpr):
+    """Bits with -1 for those tiles equal to `low` that come after enough of them: lower places first."""
     equal = bits == low[:, None, None]
-    rest = need - _weight(above, weights)
+    rest = need - _total(tl.where(bits > low[:, None, None], weights, 0.0))
     less, stop = tl.zeros_like(low), tl.zeros_like(low) + (1 << PLACES)
     for _ in range(PLACES):
         middle = (less + stop) // 2
-        enough = _weight(equal & (places < middle[:, None, None]), weights) >= rest
+        enough = _total(tl.where(equal & (places < middle[:, None, None]), weights, 0.0)) >= rest
         less, stop = tl.where(enough, less, middle), tl.where(enough, middle, stop)
-    return exists & (forced | above | (equal & (places < stop[:, None, None])))
+    return tl.where(equal & (places >= stop[:, None, None]), -1, bits)
+
+
+@triton.jit
+def _weights_from(bits, least, weights):
+    """The weights of tiles of at least so many bits, 0 for others."""
+    return tl.where(bits >= least[:, None, None], weights, 0.0)
+
+
+@triton.jit
+def _best(bits, places, mass, need, BY_MASS: tl.constexpr, PLACES: tl.constexpr, INTERPRET: tl.constexpr):
+    """bool (Z, J, T): the tiles of most bits, as many as it takes until their weight, mass or 1, reaches `need` (Z,).
+
+    Bits of masses order as masses do, all being positive and below 2. The smallest kept is found two bits at a time,
+    until the weight is met exactly or no bit is left; then the first of those equal to it are taken.
+    """
+    weights = mass if BY_MASS else tl.full(mass.shape, 1.0, tl.float32)
+    low, reached, step = tl.zeros_like(need).to(tl.int32), need + 1, 1 << 28
+    for _ in range(15):
+        if tl.max(reached - need) > 0:
+            a = _weights_from(bits, low + step, weights)
+            b = _weights_from(bits, low + 2 * step, weights)
+            c = _weights_from(bits, low + 3 * step, weights)
+            a, b, c = _totals(a, b, c, INTERPRET)
+            above = tl.where(c >= need, 3, tl.where(b >= need, 2, tl.where(a >= need, 1, 0)))
+            now = tl.where(c >= need, c, tl.where(b >= need, b, tl.where(a >= need, a, reached)))
+            low, reached = tl.where(reached > need, low + step * above, low), tl.where(reached > need, now, reached)
+        step = step // 4
+    if BY_MASS:
+        low = tl.maximum(low, 1)  # a tile of no mass cannot help
+        ties = tl.max(_total(tl.where(bits == low[:, None, None], 1.0, 0.0))) > 1
+    else:
+        ties = tl.max(reached - need) > 0
+    if ties:
+        bits = _first_of_equals(bits, low, places, weights, need, PLACES)
+    return bits >= low[:, None, None]
 
 
 @triton.jit
 def _finish(
-    sums, maxima, norms, words, goal, rows, begin, blocks, tokens, video, stop, width,
+    strip, norms, words, goal, rows, begin, blocks, columns, video, tokens, stop, width,
     BY_MASS: tl.constexpr, T: tl.constexpr, OT: tl.constexpr, QO: tl.constexpr, Z: tl.constexpr, J: tl.constexpr,
     PLACES: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -186,20 +250,22 @@ def _finish(
     z, j = (zero + tl.arange(0, Z))[:, None, None], (zero + tl.arange(0, J))[None, :, None]
     t = (zero + tl.arange(0, T))[None, None, :]
     places = j * T + t
-    begin = begin + z * (QO * 8)
     mass = tl.zeros([Z, J, T], tl.float32)
-    for i in range(QO):
+    begin = begin + z * (QO * 8)
+    for i in tl.range(0, QO, loop_unroll_factor=4):
         octant = z * QO + i
-        present = (j < blocks) & (begin + i * 8 < stop)
-        peak = tl.load(maxima + octant * blocks + j, mask=present, other=-float("inf"))
-        part = tl.load(sums + octant * (blocks * T) + places, mask=present & (t >= 0), other=0.0)
-        mass += part.to(tl.float32) * _exp2(peak - tl.load(norms + octant), INTERPRET)
+        weight = tl.where(begin + i * 8 < stop, tl.load(norms + octant), 0.0)
+        sums = tl.load(strip + octant * (blocks * T) + places, mask=(places < blocks * T) & (z >= 0), other=0.0)
+        mass += sums.to(tl.float32) * weight
     octants = tl.minimum(tl.maximum((stop - begin + 7) // 8, 1), QO)
     mass /= octants.to(tl.float32)
-    column = places * (OT * 8)
-    own = (column < begin + QO * 8) & (column + OT * 8 > begin)
-    text = (video < tokens) & ((column + OT * 8 > video) | (tl.minimum(begin + QO * 8, stop) > video))
-    kept = _best(mass, own | text, (column < tokens) & (z >= 0), places, goal, BY_MASS, PLACES)
+    # Kept in any case, as if of mass 2: tiles from `text` on (0 for a query tile with text), own ones from `left` on.
+    text = tl.where(tl.minimum(begin + QO * 8, stop) > video, 0, video // (OT * 8))
+    text = tl.where(video < tokens, text, columns)
+    left, right = begin // (OT * 8), (begin + QO * 8 + OT * 8 - 1) // (OT * 8)
+    bits = tl.where((places < text) & ((places < left) | (places >= right)), mass.to(tl.int32, bitcast=True), 1 << 30)
+    bits = tl.where(places < columns, bits, -1)
+    kept = _best(bits, places, mass, tl.zeros([Z], tl.float32) + goal, BY_MASS, PLACES, INTERPRET)
     packed = tl.sum(kept.to(tl.int32) << t, 2)
     row, place = zero + tl.arange(0, Z)[:, None], zero + tl.arange(0, J)[None, :]
     tl.store(words + row * width + place, packed.to(words.dtype.element_ty), mask=(row < rows) & (place < width))
@@ -207,45 +273,53 @@ def _finish(
 
 @triton.jit
 def _select(
-    q, k, want, words, sums, maxima, norms, items, row_blocks, heads, q_octants, k_octants, rows, blocks,
+    q, k, want, words, strips, norms, items, row_blocks, heads, q_octants, k_octants, rows, blocks,
     tokens, video, first, queries, width,
     BY_MASS: tl.constexpr, M: tl.constexpr, C: tl.constexpr, OT: tl.constexpr, QO: tl.constexpr, R2: tl.constexpr,
     Z: tl.constexpr, J: tl.constexpr, PLACES: tl.constexpr, STAGES: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Each program works through row blocks: M query octants against all keys, then M / QO query tiles' bitmaps.
 
-    words: its bits seen as integers of T bits, `width` a row. sums, maxima, norms: this program's own strips.
+    words: its bits seen as integers of T bits, `width` a row. strips, norms: a part of them for each program.
     """
     T: tl.constexpr = C // OT
     program = tl.program_id(0)
-    sums_stride = blocks * T
-    sums += program.to(tl.int64) * M * sums_stride
-    maxima += program.to(tl.int64) * M * blocks
+    stride = blocks * T
+    strip = strips + program.to(tl.int64) * M * stride
     norms += program * M
     octants, ranks = tl.arange(0, M), tl.arange(0, R2)
     whole = tokens // (8 * C)
     for item in range(program, items, tl.num_programs(0)):
         plane, start = (item // row_blocks).to(tl.int64), item % row_blocks * M
-        queries_at = q + (plane * q_octants + start + octants[:, None]) * R2 + ranks[None, :]
-        tile = tl.load(queries_at)
+        tile = tl.load(q + (plane * q_octants + start + octants[:, None]) * R2 + ranks[None, :])
         keys = k + plane * k_octants * R2
-        top, total = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32)
-        for block in tl.range(0, whole, num_stages=STAGES):
-            top, total = _score_block(tile, keys, block, tokens, sums, sums_stride, maxima, blocks, top, total,
-                                      False, M, C, OT, R2, INTERPRET)  # fmt: skip
-        if whole < blocks:
-            top, total = _score_block(tile, keys, whole, tokens, sums, sums_stride, maxima, blocks, top, total,
-                                      True, M, C, OT, R2, INTERPRET)  # fmt: skip
-        tl.store(norms + octants, top + tl.log2(total))
+        # Exponents count from the largest logit of the first block. Where later ones lie so far above it that a sum
+        # overflows (by 70 in natural units), the largest of all is found first and the work repeated.
+        seen, worst = 1, float("inf")
+        total = tl.zeros([M], tl.float32)
+        for _ in range(2):
+            if worst > 1e30:
+                peak = _peak(tile, keys, seen, tokens, M, C, OT, R2, INTERPRET)
+                sums = tl.zeros([M, T], tl.float32)
+                for block in tl.range(0, whole, num_stages=STAGES):
+                    scores = _scores(tile, keys, block, C, R2, INTERPRET)
+                    sums += _sum_block(scores, peak, strip, block, stride, tokens, False, M, C, OT, INTERPRET)
+                if whole < blocks:
+                    scores = _scores(tile, keys, whole, C, R2, INTERPRET)
+                    sums += _sum_block(scores, peak, strip, whole, stride, tokens, True, M, C, OT, INTERPRET)
+                total = tl.sum(sums, 1)
+                seen, worst = blocks, tl.max(total)
+        tl.store(norms + octants, 1.0 / total)
         tl.debug_barrier()
         goal = tl.load(want + plane % heads)
+        columns = (tokens + OT * 8 - 1) // (OT * 8)
         if not BY_MASS:
-            goal = tl.maximum(tl.floor(goal * ((tokens + OT * 8 - 1) // (OT * 8)).to(tl.float32) + 0.5), 1.0)
+            goal = tl.maximum(tl.floor(goal * columns.to(tl.float32) + 0.5), 1.0)
         for group in range(0, M // QO, Z):
             row = start // QO + group
-            _finish(sums + group * QO * sums_stride, maxima + group * QO * blocks, norms + group * QO,
-                    words + (plane * rows + row) * width, goal, rows - row, first + row * (QO * 8), blocks,
-                    tokens, video, first + queries, width, BY_MASS, T, OT, QO, Z, J, PLACES, INTERPRET)  # fmt: skip
+            _finish(strip + group * QO * stride, norms + group * QO, words + (plane * rows + row) * width, goal,
+                    rows - row, first + row * (QO * 8), blocks, columns, video, tokens, first + queries, width,
+                    BY_MASS, T, OT, QO, Z, J, PLACES, INTERPRET)  # fmt: skip
         tl.debug_barrier()
 
 
@@ -263,20 +337,20 @@ def predict_words(
     mass_target: Tensor | None = None,
 ) -> Tensor:
     """As `select.predict_words`, in two launches."""
-    _exactly_one(budget, mass_target)
+    exactly_one(budget, mass_target)
     batch, tokens, heads, dim = q.shape
     rank = dim if a is None else a.shape[-1]
     padded = max(16, triton.next_power_of_2(rank))
     octants = -(-tokens // OCTANT)
     q_hat = q.new_empty(batch, heads, _up(octants, QUERIES), padded, dtype=OPERAND)
     k_hat = q.new_empty(batch, heads, _up(octants, KEYS), padded, dtype=OPERAND)
-    size = 32
-    grid = (heads * batch, k_hat.shape[2] // size, 2)
-    a, b = (q, k) if a is None else (a.contiguous(), b.contiguous())
+    grid = (heads * batch, k_hat.shape[2] // MEANS, 2)
+    project = a is not None and b is not None
+    a, b = (a.contiguous(), b.contiguous()) if a is not None and b is not None else (q, k)
     _octants[grid](
         q, k, a, b, q_hat, k_hat, scale * LOG2E, heads, heads // k.shape[2], tokens, q_hat.shape[2], k_hat.shape[2],
-        *q.stride(), *k.stride(), dim, triton.next_power_of_2(dim), rank, padded, rank != dim or a is not q,
-        size, KEYS, kv_tile // OCTANT, num_warps=4,
+        *q.stride(), *k.stride(), dim, triton.next_power_of_2(dim), rank, padded, project,
+        MEANS, KEYS, kv_tile // OCTANT, num_warps=MEANS_WARPS,
     )  # fmt: skip
     return _words(q_hat, k_hat, tokens, video, 0, tokens, query_tile, kv_tile, budget, mass_target)
 
@@ -296,12 +370,37 @@ def select_octants(
     mass_target: Tensor | None = None,
 ) -> Tensor:
     """As `select.select_octants`, in one launch and a few small ones that pack the octants."""
-    _exactly_one(budget, mass_target)
+    exactly_one(budget, mass_target)
     q_hat = _packed(q_oct * (scale * LOG2E), QUERIES)
     k_hat = _packed(k_oct, KEYS)
-    k_hat = k_hat.unflatten(2, (-1, KEYS))[:, :, :, _columns(kv_tile // OCTANT, k_oct.device)].flatten(2, 3).contiguous()
+    places = _columns(kv_tile // OCTANT, k_oct.device)
+    k_hat = k_hat.unflatten(2, (-1, KEYS))[:, :, :, places].flatten(2, 3).contiguous()
     queries = tokens if queries is None else queries
     return _words(q_hat, k_hat, tokens, video, first, queries, query_tile, kv_tile, budget, mass_target)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the kernel is cut for a size: known before launch, the same whatever is kept."""
+
+    blocks: int  # J: blocks of keys, a power of two
+    together: int  # Z
+    places: int  # bits of a tile's number
+    resident: int  # programs to a multiprocessor
+
+
+def plan(columns: int, rank: int, query_tile: int, kv_tile: int, architecture: int) -> Plan:
+    """The plan for rows of `columns` key tiles, operands of `rank` and a card of compute capability 9.0 = 90."""
+    tiles = KEYS * OCTANT // kv_tile
+    blocks = triton.next_power_of_2(-(-columns // 32) * 32 // tiles)
+    together = max(1, min(QUERIES * OCTANT // query_tile, HELD // (blocks * tiles)))
+    # Programs that share a multiprocessor hide each other's latencies, as far as registers hold a row's masses. Other
+    # cards than Hopper keep more of the matrix operands in registers.
+    held = together * blocks * tiles
+    resident = 4 if held <= 2048 and rank <= 32 else 3 if held <= 4096 and rank <= 64 else 2
+    if architecture != 90:
+        resident = 2
+    return Plan(blocks, together, (blocks * tiles).bit_length() - 1, resident)
 
 
 def _words(
@@ -311,26 +410,21 @@ def _words(
     batch, heads, q_octants, rank = q_hat.shape
     rows, columns = -(-queries // query_tile), -(-tokens // kv_tile)
     tiles, blocks = KEYS * OCTANT // kv_tile, k_hat.shape[2] // KEYS
+    per_row = -(-columns // 32) * 32 // tiles
     words = torch.empty(batch, heads, rows, -(-columns // 32), dtype=torch.int32, device=q_hat.device)
-    per_row = words.shape[-1] * 32 // tiles
-    padded = triton.next_power_of_2(per_row)
+    how = plan(columns, rank, query_tile, kv_tile, _architecture(q_hat.device))
     row_blocks = q_octants // QUERIES
     items = batch * heads * row_blocks
-    # Four programs to a multiprocessor hide each other's latencies, if 128 registers a thread hold a row's masses.
-    resident = 4 if max(padded * tiles, rank * 64) <= HELD else 3 if rank <= 64 else 2
-    programs = min(items, resident * _multiprocessors(q_hat.device))
+    programs = min(items, how.resident * _multiprocessors(q_hat.device))
     strips = torch.empty(programs, QUERIES, blocks * tiles, dtype=torch.bfloat16, device=q_hat.device)
-    maxima = torch.empty(programs, QUERIES, blocks, device=q_hat.device)
     norms = torch.empty(programs, QUERIES, device=q_hat.device)
-    together = max(1, min(QUERIES * OCTANT // query_tile, HELD // (padded * tiles)))
-    want = budget if mass_target is None else mass_target
+    want = exactly_one(budget, mass_target)
     _select[(programs,)](
         q_hat, k_hat, want.float().contiguous(), words.view(torch.int16 if tiles == 16 else torch.int8),
-        strips, maxima, norms, items, row_blocks, heads, q_octants, k_hat.shape[2], rows, blocks,
+        strips, norms, items, row_blocks, heads, q_octants, k_hat.shape[2], rows, blocks,
         tokens, tokens if video is None else video, first, queries, per_row,
         mass_target is not None, QUERIES, KEYS, kv_tile // OCTANT, query_tile // OCTANT, rank,
-        together, padded, (padded * tiles).bit_length() - 1, STAGES, INTERPRET,
-        num_warps=WARPS, maxnreg=512 // resident,
+        how.together, how.blocks, how.places, STAGES, INTERPRET, num_warps=WARPS, maxnreg=512 // how.resident,
     )  # fmt: skip
     return words
 
@@ -348,6 +442,12 @@ def _columns(tile: int, device: torch.device) -> Tensor:
     column = torch.arange(KEYS, device=device)
     tiles, j = KEYS // tile // 4, column // 8
     return ((column % 8 // 2) * tiles + j // (tile // 2)) * tile + j % (tile // 2) * 2 + column % 2
+
+
+@cache
+def _architecture(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 10 * major + minor
 
 
 @cache
