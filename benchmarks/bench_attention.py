@@ -1,0 +1,456 @@
+"""Attention kernels on one NVIDIA GPU, side by side: the same tensors, the same kept tiles, one process.
+
+    python benchmarks/bench_attention.py [--out benchmarks/results] [--data real_qkv.safetensors] [--quick] [--large]
+
+Ours (sparse forward, backward, selection), cuDNN, flash in torch, FlexAttention, flash-attn-4 dense and block-sparse
+(128-token tiles), FastVideo's VSA; those not installed are left out, and named. A correctness gate comes first: ours
+must agree with the oracle in float64 or nothing is timed; a peer that does not is not timed. Kernels of 128-token tiles
+get lists of the same density, and, at equal recall, the budget that their tiles need for half of the true mass.
+
+Times are medians of CUDA events in milliseconds, after a warm-up. Lists are built inside our times and outside the
+peers'. The limit is the kept work (4 D operations a pair forward, 10 D backward) at 789 TFLOP/s, the rate of a bf16
+matrix product on an H200. Writes attention_<card>_<yyyymm>.json, two plots, and kernels_<card>_<yyyymm>.json, the table
+that predictions of a training step are made from. The last line printed is JSON. Exits with 1 if the gate is red.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from foveate.kernels import bits, fa4, reference, triton_select, triton_sparse
+from foveate.tiles import VideoGrid
+
+RATE = 789e12  # operations a second
+GRID = VideoGrid(16, 26, 20)  # of real_qkv
+OUT_BAR, GRAD_BAR = 4e-3, 8e-3
+BUDGETS = (0.026, 0.2, 0.4, 0.6)
+Job = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: `mask(query_tile, kv_tile)` gives the kept tiles, bool (1, H, R, N), None where all are kept."""
+
+    length: int
+    heads: int
+    dim: int
+    budget: float = 1.0
+    lists: str = "random"
+    inputs: tuple[Tensor, ...] = field(default=(), repr=False)
+    mass: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+
+    def mask(self, query_tile: int, kv_tile: int) -> Tensor:
+        rows, columns = -(-self.length // query_tile), -(-self.length // kv_tile)
+        if self.lists == "random":
+            torch.manual_seed(query_tile + kv_tile)
+            return best(torch.rand(1, self.heads, rows, columns, device="cuda"), self.budget)
+        kept = best(self.mass[query_tile, kv_tile], self.budget)
+        h, i, j = (
+            torch.arange(n, device="cuda") % m for n, m in zip((self.heads, rows, columns), kept.shape, strict=True)
+        )
+        return kept[h[:, None, None], i[:, None], j][None]
+
+
+def best(mass: Tensor, budget: float) -> Tensor:
+    """bool: the tiles of largest mass, the same number in every row."""
+    count = max(1, round(budget * mass.shape[-1]))
+    return torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, mass.topk(count, -1).indices, True)
+
+
+# Kernels: each takes a case and returns its forward and its backward.
+
+
+def ours(query_tile: int = 64, pool: bool = False) -> Callable[[Case], tuple[Job, Job]]:
+    def build(case: Case) -> tuple[Job, Job]:
+        q, k, v, dout = case.inputs
+        words = bits.pack(case.mask(query_tile, 64))
+        pooled = torch.ones(case.heads, dtype=torch.bool, device="cuda") if pool else None
+        options = {"query_tile": query_tile, "kv_tile": 64, "scale": case.dim**-0.5, "pooled": pooled}
+        out, lse = triton_sparse.forward(q, k, v, words, **options)
+        return (
+            lambda: triton_sparse.forward(q, k, v, words, **options),
+            lambda: triton_sparse.backward(dout, None, q, k, v, out, lse, words, **options),
+        )
+
+    return build
+
+
+def by_autograd(attention: Callable, case: Case, by_head: bool) -> tuple[Job, Job]:
+    """Forward and backward of a differentiable function of q, k, v, (B, S, H, D) or, by head, (B, H, S, D)."""
+    *qkv, dout = (x.transpose(1, 2).contiguous() if by_head else x for x in case.inputs)
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = attention(*leaves)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attention(*leaves)
+
+    return forward, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def sdpa(backend: SDPBackend) -> Callable[[Case], tuple[Job, Job]]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    return lambda case: by_autograd(attention, case, by_head=True)
+
+
+def fa4_dense(case: Case) -> tuple[Job, Job]:
+    from flash_attn.cute.interface import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return first(flash_attn_func(q, k, v))
+
+    return by_autograd(attention, case, by_head=False)
+
+
+def fa4_sparse(case: Case) -> tuple[Job, Job]:
+    from flash_attn.cute.interface import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+    mask = case.mask(128, 128)
+    rows, columns = fa4.block_lists(mask), fa4.block_lists(mask.transpose(-1, -2))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return first(flash_attn_func(q, k, v, block_sparse_tensors=rows, block_sparse_tensors_bwd=columns))
+
+    return by_autograd(attention, case, by_head=False)
+
+
+def flex(case: Case) -> tuple[Job, Job]:
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    index, counts = bits.lists(case.mask(128, 128))
+    none = torch.zeros_like(counts)
+    lengths = (case.length, case.length)
+    mask = BlockMask.from_kv_blocks(none, torch.zeros_like(index), counts, index, BLOCK_SIZE=128, seq_lengths=lengths)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return by_autograd(lambda q, k, v: compiled(q, k, v, block_mask=mask), case, by_head=True)
+
+
+def vsa(case: Case) -> tuple[Job, Job]:
+    os.environ.setdefault("FASTVIDEO_VSA_TRITON", "1")  # its compiled kernels do not load beside torch 2.11
+    from fastvideo_kernel.block_sparse_attn import block_sparse_attn  # pyright: ignore[reportMissingImports]
+
+    mask, sizes = case.mask(64, 64), torch.full((-(-case.length // 64),), 64, device="cuda", dtype=torch.int32)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return first(block_sparse_attn(q, k, v, mask, sizes))
+
+    return by_autograd(attention, case, by_head=True)
+
+
+# name -> (builder, query tile, key tile); tiles None for dense kernels
+KERNELS: dict[str, tuple[Callable[[Case], tuple[Job, Job]], int | None, int | None]] = {
+    "foveate": (ours(), 64, 64),
+    "foveate, query tile 128": (ours(128), 128, 64),
+    "foveate, pooled": (ours(pool=True), 64, 64),
+    "cudnn dense": (sdpa(SDPBackend.CUDNN_ATTENTION), None, None),
+    "flash dense": (sdpa(SDPBackend.FLASH_ATTENTION), None, None),
+    "fa4 dense": (fa4_dense, None, None),
+    "fa4 sparse": (fa4_sparse, 128, 128),
+    "vsa": (vsa, 64, 64),
+    "flex": (flex, 128, 128),
+}
+
+
+# The gate
+
+
+def errors(name: str, case: Case) -> tuple[float, float]:
+    """Relative L2 errors of a kernel's output, and the worst of its gradients', against the oracle in float64."""
+    build, query_tile, kv_tile = KERNELS[name]
+    forward, backward = build(case)
+    by_head = not name.startswith(("foveate", "fa4"))
+    got = [first(forward()), *backward()]
+    got = [x.transpose(1, 2) if by_head else x for x in got]
+    *qkv, dout = (x.double() for x in case.inputs)
+    leaves = [x.requires_grad_() for x in qkv]
+    words = bits.pack(case.mask(query_tile, kv_tile)) if query_tile and kv_tile else None
+    pooled = torch.ones(case.heads, dtype=torch.bool, device="cuda") if "pooled" in name else None
+    tiles = {"query_tile": query_tile or 64, "kv_tile": kv_tile or 64}
+    out, _ = reference.forward(leaves[0], leaves[1], leaves[2], words, scale=case.dim**-0.5, pooled=pooled, **tiles)
+    expected = [out, *torch.autograd.grad(out, leaves, dout)]
+    worst = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
+    return worst[0], max(worst[1:])
+
+
+def first(x: Any) -> Tensor:
+    return x[0] if isinstance(x, tuple) else x
+
+
+def gate(names: list[str]) -> tuple[dict[str, str], bool]:
+    """What each kernel may not be timed for (missing, wrong), and whether all of ours are right."""
+    verdicts, green = {}, True
+    for name in names:
+        lengths = (1111, 2048) if name.startswith("foveate") else (2048,)
+        for length in lengths:
+            for dim in (128,) if name == "flex" else (64, 128):  # flex takes half a minute to compile
+                case = Case(length, 2, dim, budget=0.3, inputs=tensors(length, 2, dim))
+                try:
+                    out, grads = errors(name, case)
+                    good = out <= OUT_BAR and grads <= GRAD_BAR
+                    print(f"gate: {name}, {length} x {dim}: output {out:.1e}, gradients {grads:.1e}", flush=True)
+                    verdict = None if good else f"wrong: output {out:.1e}, gradients {grads:.1e}"
+                except Exception as error:  # a peer may fail in any way; it is named and left out
+                    verdict = f"{type(error).__name__}: {str(error)[:200]}"
+                if verdict:
+                    verdicts[name] = verdict
+                    green = green and not name.startswith("foveate")
+    return verdicts, green
+
+
+# Timing
+
+
+def tensors(length: int, heads: int, dim: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(length)
+    return tuple(torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+
+
+def milliseconds(job: Job) -> float:
+    """Median of CUDA-event timings: at least 3, as many as fit into a third of a second, 15 at most."""
+    job()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < 330 and len(times) < 15):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        job()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+class Bench:
+    """Rows of results, and the time that is left."""
+
+    def __init__(self, seconds: float, verdicts: dict[str, str]):
+        self.deadline = time.monotonic() + seconds
+        self.verdicts = verdicts
+        self.rows: list[dict] = []
+
+    def run(self, name: str, case: Case, **note: object) -> None:
+        if name in self.verdicts:
+            return
+        row = {"kernel": name, "length": case.length, "heads": case.heads, "dim": case.dim, "budget": case.budget}
+        row |= {"lists": case.lists, **note}
+        if time.monotonic() > self.deadline:
+            row["skipped"] = "out of time"
+        else:
+            try:
+                build, query_tile, kv_tile = KERNELS[name]
+                if query_tile and kv_tile:  # real lists cannot keep every share exactly
+                    row["kept"] = round(float(case.mask(query_tile, kv_tile).float().mean()), 4)
+                forward, backward = build(case)
+                row["forward_ms"], row["backward_ms"] = milliseconds(forward), milliseconds(backward)
+            except Exception as error:
+                row["skipped"] = f"{type(error).__name__}: {str(error)[:200]}"
+        self.add(row)
+
+    def select(self, length: int, heads: int, dim: int) -> None:
+        q, k, *_ = tensors(length, heads, dim)
+        a, b = (torch.randn(heads, dim, 16, device="cuda") * 0.3 for _ in "ab")
+        for rule, value in (("budget", 0.1), ("mass_target", 0.5)):
+            options = {"scale": dim**-0.5, rule: torch.full((heads,), value, device="cuda")}
+            row = {"kernel": "select", "length": length, "heads": heads, "dim": dim, "budget": 0.1, "rule": rule}
+            # Several in a row, so that launches overlap with work, as they do in a model.
+            job = partial(triton_select.predict_words, q, k, a, b, **options)
+            row["forward_ms"] = milliseconds(lambda job=job: [job() for _ in range(8)]) / 8
+            self.add(row)
+
+    def add(self, row: dict) -> None:
+        self.rows.append(row)
+        torch.cuda.empty_cache()
+        print(line(row), flush=True)
+
+
+def line(row: dict) -> str:
+    times = row.get("skipped") or " + ".join(f"{row[n]:8.3f}" for n in ("forward_ms", "backward_ms") if n in row)
+    size = f"{row['length']:7d} x {row['heads']} x {row['dim']:3d}"
+    what = f"{size}  {row['budget']:6.1%} {row.get('lists', row.get('rule'))}"
+    return f"{row['kernel']:24s} {what:44s} {times} {row.get('recall', '')}"
+
+
+# What is run
+
+
+def true_mass(path: Path) -> dict[tuple[int, int], Tensor]:
+    """Attention mass float32 (H, R, N) of real queries and keys by (query tile, key tile), in tile order."""
+    from safetensors.torch import load_file
+
+    data = load_file(path)
+    q, k = (data[f"step0.{n}"][0, GRID.order()].cuda().float().transpose(0, 1) for n in "qk")
+    masses: dict[tuple[int, int], list[Tensor]] = {(64, 64): [], (128, 64): [], (128, 128): []}
+    for queries, keys in zip(q, k, strict=True):
+        shares = (queries @ keys.T * q.shape[-1] ** -0.5).softmax(-1)
+        for (query_tile, kv_tile), found in masses.items():
+            found.append(shares.unflatten(0, (-1, query_tile)).mean(1).unflatten(-1, (-1, kv_tile)).sum(-1))
+    return {tiles: torch.stack(found) for tiles, found in masses.items()}
+
+
+def budget_for(mass: Tensor, recall: float) -> float:
+    """The smallest budget at which the best tiles hold `recall` of the mass, on average over rows and heads."""
+    reached = mass.sort(-1, descending=True).values.cumsum(-1).mean((0, 1))
+    return (int((reached < recall).sum()) + 1) / mass.shape[-1]
+
+
+def run_all(bench: Bench, mass: dict, quick: bool, large: bool) -> None:
+    sparse = ["foveate", "foveate, query tile 128", "fa4 sparse"]
+    for length in (131072, 32768):
+        for dim in (128, 64):
+            case = Case(length, 8, dim, 0.1, inputs=tensors(length, 8, dim), mass=mass)
+            for name in [*sparse, "foveate, pooled", "vsa"]:
+                bench.run(name, case)
+            for name in ("cudnn dense", "fa4 dense"):
+                bench.run(name, dense(case))
+            if mass:
+                for name in (*sparse, "foveate, pooled"):
+                    bench.run(name, with_lists(case, 0.1, "real"))
+            bench.select(length, 8, dim)
+            if mass and (length, dim) == (131072, 128):
+                equal_recall(bench, case, mass)
+        if quick:
+            return
+    for length in (131072, 32768):
+        case = Case(length, 8, 128, inputs=tensors(length, 8, 128))
+        for budget in BUDGETS:
+            for name in sparse:
+                bench.run(name, with_lists(case, budget, "random"))
+    if large:
+        bench.run("foveate", Case(524288, 12, 128, 0.1, inputs=tensors(524288, 12, 128)))
+        bench.select(524288, 12, 128)
+    for length in (32768, 131072):
+        case = Case(length, 8, 128, 0.1, inputs=tensors(length, 8, 128))
+        bench.run("flash dense", dense(case))
+        bench.run("flex", case)
+
+
+def equal_recall(bench: Bench, case: Case, mass: dict) -> None:
+    """At half of the true mass: each kernel with the budget that its own tiles need."""
+    for name in ("foveate", "foveate, query tile 128", "fa4 sparse"):
+        tiles = KERNELS[name][1:]
+        for lists in ("random", "real"):
+            bench.run(name, with_lists(case, budget_for(mass[tiles], 0.5), lists), recall=0.5)
+
+
+def with_lists(case: Case, budget: float, lists: str) -> Case:
+    return Case(case.length, case.heads, case.dim, budget, lists, case.inputs, case.mass)
+
+
+def dense(case: Case) -> Case:
+    return Case(case.length, case.heads, case.dim, 1.0, "all", case.inputs)
+
+
+# Results
+
+
+def limit_ms(row: dict) -> float:
+    return 14 * row["length"] ** 2 * row["dim"] * row["heads"] * row["budget"] / RATE * 1e3
+
+
+def cost_table(rows: list[dict]) -> list[dict]:
+    """Rows of length x heads x dim x density -> ms of the best kernel there is for training, and of selection."""
+    selects = {(r["length"], r["heads"], r["dim"]): r["forward_ms"] for r in rows if r.get("rule") == "budget"}
+    table = []
+    for row in rows:
+        name = row["kernel"]
+        if "forward_ms" not in row or "recall" in row or name not in ("foveate", "foveate, pooled", "cudnn dense"):
+            continue
+        key = (row["length"], row["heads"], row["dim"])
+        table.append({
+            "kernel": name, "length": key[0], "heads": key[1], "dim": key[2], "density": row["budget"],
+            "lists": row["lists"], "periphery": "pool" if "pooled" in name else "drop",
+            "forward_ms": row["forward_ms"], "backward_ms": row["backward_ms"],
+            "select_ms": 0.0 if row["lists"] == "all" else selects.get(key),
+        })  # fmt: skip
+    return table
+
+
+def plot(rows: list[dict], x: str, fixed: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
+
+    chosen = [r for r in rows if "backward_ms" in r and "recall" not in r and all(r[n] == v for n, v in fixed.items())]
+    dense_rows = [r for r in rows if "backward_ms" in r and r["lists"] == "all" and r["dim"] == 128]
+    figure, axes = plt.subplots(figsize=(7, 5))
+    for name in dict.fromkeys(r["kernel"] for r in chosen):
+        points = sorted((r[x], r["forward_ms"] + r["backward_ms"]) for r in chosen if r["kernel"] == name)
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    limits = sorted({(r[x], limit_ms(r)) for r in chosen})
+    if limits:
+        axes.plot(*zip(*limits, strict=True), "k--", label="limit at 789 TFLOP/s")
+    for row in dense_rows:
+        total = row["forward_ms"] + row["backward_ms"]
+        if x == "budget" and row["length"] == fixed["length"]:
+            axes.axhline(total, ls=":", color="gray")
+            axes.annotate(row["kernel"], (axes.get_xlim()[0], total), fontsize=8)
+    title = ", ".join(f"{name} {value}" for name, value in fixed.items())
+    axes.set(xscale="log", yscale="log", xlabel=x, ylabel="ms, forward + backward", title=title)
+    axes.set_xticks([place for place, _ in limits], [f"{place:g}" for place, _ in limits], minor=False)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+def write(out: Path, rows: list[dict], verdicts: dict[str, str]) -> None:
+    card = torch.cuda.get_device_name().lower().split()[-1]
+    stamp = f"{card}_{time.strftime('%Y%m')}"
+    facts = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "month": time.strftime("%Y-%m")}
+    out.mkdir(parents=True, exist_ok=True)
+    result = {**facts, "limit_flops": RATE, "left_out": verdicts, "rows": rows}
+    (out / f"attention_{stamp}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / f"kernels_{stamp}.json").write_text(json.dumps({**facts, "rows": cost_table(rows)}, indent=1) + "\n")
+    fixed = {"lists": "random", "dim": 128}
+    plot(rows, "budget", {**fixed, "length": 131072}, out / f"attention_budget_{stamp}.png")
+    plot(rows, "length", {**fixed, "budget": 0.1}, out / f"attention_length_{stamp}.png")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for JSON and plots")
+    parser.add_argument("--data", type=Path, help="real_qkv.safetensors: lists with real structure, equal recall")
+    parser.add_argument("--seconds", type=float, default=540, help="start no measurement after this many seconds")
+    parser.add_argument("--quick", action="store_true", help="131,072 tokens, 10 %% kept only")
+    parser.add_argument("--large", action="store_true", help="also 524,288 tokens x 12 heads")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs an NVIDIA GPU; benchmarks/bench_attention_cpu.py runs without one")
+        return 2
+    began = time.monotonic()
+    verdicts, green = gate(list(KERNELS))
+    for name, verdict in verdicts.items():
+        print(f"left out: {name}: {verdict}")
+    if not green:
+        print("the gate is red; no times")
+        return 1
+    bench = Bench(options.seconds - (time.monotonic() - began), verdicts)
+    mass = true_mass(options.data) if options.data else {}
+    try:
+        run_all(bench, mass, options.quick, options.large)
+    finally:
+        if options.out:
+            write(options.out, bench.rows, verdicts)
+    print(json.dumps({"left_out": verdicts, "rows": bench.rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
