@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from foveate.kernels.bits import pack
 
 OCTANT = 8
+REACHED = 1 - 1e-5  # of a mass target counts as all of it: float32 sums of exact shares may miss by a rounding
 CHUNK = 1 << 22  # octant scores held at once: 16 MB in float32
 
 
@@ -108,7 +109,7 @@ def keep(mass: Tensor, *, forced: Tensor, budget: Tensor | None = None, mass_tar
         wanted = (value.float() * count + 0.5).floor().long()[:, None].expand(mass.shape[:3])
     else:
         sums = mass.gather(-1, order).cumsum(-1, dtype=torch.float64)
-        wanted = 1 + (sums < value.double()[:, None, None]).sum(-1)
+        wanted = 1 + (sums < REACHED * value.double()[:, None, None]).sum(-1)
         wanted = torch.minimum(wanted, (forced | (mass > 0)).sum(-1))
     wanted = torch.maximum(wanted, forced.sum(-1)).clamp(1, count)
     kept = torch.zeros_like(mass, dtype=torch.bool)

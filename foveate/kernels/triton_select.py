@@ -25,12 +25,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foveate.kernels.select import OCTANT, exactly_one
+from foveate.kernels.select import OCTANT, REACHED, exactly_one
 
 QUERIES = 64  # M
 KEYS = 128  # C
 MEANS = 32  # octants averaged by a program
 MEANS_WARPS = 4
+REACH = tl.constexpr(REACHED)
 WARPS = 4
 STAGES = 3
 HELD = 2048  # masses of query tiles selected together: 16 registers a thread
@@ -155,7 +156,7 @@ def _sum_block(
     scores, peak, strip, block, stride, tokens,
     MASK: tl.constexpr, M: tl.constexpr, C: tl.constexpr, OT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Sums (M, T) of 2^(logit - peak) over the tiles of a block of keys, also written to the program's strip.
+    """Sums (M, T) of 2^(logit - peak) over the tiles of a block of keys, as written to the program's strip.
 
     With MASK octants weigh as many eighths as they have tokens; else all are whole.
     """
@@ -167,8 +168,9 @@ def _sum_block(
     by_tile = tl.sum(tl.sum(tl.reshape(shares, [M, T // 4, OT // 2, 4, 2]), 4), 2)
     sums = tl.reshape(tl.permute(by_tile, 0, 2, 1), [M, T])
     rows, tiles = tl.arange(0, M), tl.arange(0, T)
-    tl.store(strip + rows[:, None] * stride + (block * T + tiles)[None, :], sums.to(tl.bfloat16))
-    return sums
+    sums = sums.to(tl.bfloat16)
+    tl.store(strip + rows[:, None] * stride + (block * T + tiles)[None, :], sums)
+    return sums.to(tl.float32)  # totals are of what is stored, so that masses sum to 1
 
 
 @triton.jit
@@ -313,7 +315,9 @@ def _select(
         tl.debug_barrier()
         goal = tl.load(want + plane % heads)
         columns = (tokens + OT * 8 - 1) // (OT * 8)
-        if not BY_MASS:
+        if BY_MASS:
+            goal *= REACH
+        else:
             goal = tl.maximum(tl.floor(goal * columns.to(tl.float32) + 0.5), 1.0)
         for group in range(0, M // QO, Z):
             row = start // QO + group

@@ -21,7 +21,7 @@ MORE = {
     "32k": {"tokens": 32768, "heads": 2},
     "odd, text, groups": {"tokens": 33333, "video": 33000, "heads": 4, "groups": 2, "dim": 128},
     "wide": {"tokens": 20000, "query_tile": 128, "kv_tile": 128, "dim": 64},
-    "rank 64": {"tokens": 5000, "rank": 64, "dim": 256},
+    "rank 64": {"tokens": 5000, "rank": 64, "dim": 256, "gain": 0.1},
 }
 
 
@@ -50,6 +50,13 @@ def test_logits_that_rise_far_after_the_first_block():
     kept = mass * unpack(words, 125)
     best = mass.topk(12, -1).values.sum(-1)
     assert (kept.sum(-1) > best - 0.02).all()
+
+
+def test_mass_that_is_reached_exactly_is_reached():
+    q, k = torch.zeros(1, 1, 8, 8, device=DEVICE), 100 * torch.eye(8, device=DEVICE).repeat_interleave(8, 0)[None, None]
+    q[0, 0] = torch.eye(8)
+    options = {"tokens": 512, "queries": 64, "scale": 1.0, "mass_target": torch.full((1,), 0.5, device=DEVICE)}
+    assert unpack(triton_select.select_octants(q, k, **options), 8).sum() == 4
 
 
 def test_repeats_bit_by_bit_and_waits_for_nothing():
