@@ -1,6 +1,6 @@
 """Attention as a value: partial results `(out, lse)` that merge exactly, the public `attend`, the policy seam.
 
-Shapes: B batch, S tokens in tile order, H heads, G key/value heads (G divides H), D head dim, R query tiles, N key tiles.
+Shapes: B batch, S tokens in tile order, H heads, G key/value heads (G divides H), D head dim.
 """
 
 import importlib
@@ -117,49 +117,100 @@ def attend(
     pooled = _pooled(periphery, q.shape[2], q.device)
     if selection is None:
         pooled = None  # nothing is left out, so there is no periphery
-    name = _auto(q.device, q.dtype, selection) if backend == "auto" else backend
-    kernel = _load(name)
-    if name == "reference":
-        tiles = _tiles(selection)
-        return AttnState(*kernel.forward(q, k, v, _words(selection), scale=scale, pooled=pooled, **tiles))
+    if backend == "reference":
+        words, (query_tile, kv_tile) = (None, (64, 64)) if selection is None else (selection.words, _tiles(selection))
+        options = {"query_tile": query_tile, "kv_tile": kv_tile, "scale": scale, "pooled": pooled}
+        return AttnState(*reference.forward(q, k, v, words, **options))
     if selection is None:
-        return AttnState(*_Attend.apply(q, k, v, None, None, dense, {"scale": scale}))
-    options = {"scale": scale, **_tiles(selection)}
-    if hasattr(kernel, "check"):
-        kernel.check(q, k, v, pooled=pooled, deterministic=deterministic, **options)
-    return AttnState(*_Attend.apply(q, k, v, selection.words, pooled, kernel, options))
+        return AttnState(*_attend(q, k, v, None, None, "dense", 64, 64, scale, deterministic))
+    name = _auto(q.device.type) if backend == "auto" else backend
+    return AttnState(*_attend(q, k, v, selection.words, pooled, name, *_tiles(selection), scale, deterministic))
 
 
-class _Attend(torch.autograd.Function):
-    """One backward for every kernel: it takes the (out, lse) that the forward returned."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, words, pooled, kernel: ModuleType, options: dict):
-        sparse = {} if words is None else {"words": words, "pooled": pooled}
-        out, lse = kernel.forward(q, k, v, **sparse, **options)
-        ctx.save_for_backward(q, k, v, out, lse, words, pooled)
-        ctx.kernel, ctx.options = kernel, options
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None):
-        dout, dlse = grads
-        q, k, v, out, lse, words, pooled = ctx.saved_tensors
-        sparse = {} if words is None else {"words": words, "pooled": pooled}
-        dout = torch.zeros_like(out) if dout is None else dout
-        dqkv = ctx.kernel.backward(dout, dlse, q, k, v, out, lse, **sparse, **ctx.options)
-        return *dqkv, None, None, None, None
-
-
-def _words(selection: Selection | None) -> Tensor | None:
-    return None if selection is None else selection.words
+@torch.library.custom_op("foveate::attend", mutates_args=())
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    words: Tensor | None,
+    pooled: Tensor | None,
+    kernel: str,
+    query_tile: int,
+    kv_tile: int,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """A kernel's forward as one operator: what torch.compile, checkpointing and CUDA graphs see. Contiguous results."""
+    module, options = _load(kernel), _options(words, pooled, query_tile, kv_tile, scale)
+    if hasattr(module, "check"):
+        checked = {name: value for name, value in options.items() if name != "words"}
+        module.check(q, k, v, deterministic=deterministic, **checked)
+    out, lse = module.forward(q, k, v, **options)
+    return out.contiguous(), lse.contiguous()
 
 
-def _tiles(selection: Selection | None) -> dict[str, int]:
-    if selection is None:
-        return {"query_tile": 64, "kv_tile": 64}
-    return {"query_tile": selection.query_tile, "kv_tile": selection.kv_tile}
+@_attend.register_fake
+def _(q, k, v, words, pooled, kernel, query_tile, kv_tile, scale, deterministic):
+    batch, tokens, heads, _ = q.shape
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
+        (batch, heads, tokens), dtype=torch.float32
+    )
+
+
+@torch.library.custom_op("foveate::attend_backward", mutates_args=())
+def _attend_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    words: Tensor | None,
+    pooled: Tensor | None,
+    kernel: str,
+    query_tile: int,
+    kv_tile: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The one backward, of every kernel: it takes the (out, lse) that the forward returned."""
+    options = _options(words, pooled, query_tile, kv_tile, scale)
+    dq, dk, dv = _load(kernel).backward(dout, dlse, q, k, v, out, lse, **options)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@_attend_backward.register_fake
+def _(dout, dlse, q, k, v, out, lse, words, pooled, kernel, query_tile, kv_tile, scale):
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, words, pooled, *ctx.options, _ = inputs
+    ctx.save_for_backward(q, k, v, *output, words, pooled)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    q, k, v, out, lse, words, pooled = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = _attend_backward(dout, dlse, q, k, v, out, lse, words, pooled, *ctx.options)
+    return *grads, None, None, None, None, None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _options(
+    words: Tensor | None, pooled: Tensor | None, query_tile: int, kv_tile: int, scale: float
+) -> dict[str, Any]:
+    if words is None:
+        return {"scale": scale}
+    return {"words": words, "pooled": pooled, "query_tile": query_tile, "kv_tile": kv_tile, "scale": scale}
+
+
+def _tiles(selection: Selection) -> tuple[int, int]:
+    return selection.query_tile, selection.kv_tile
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, selection: Selection | None, backend: str) -> None:
@@ -222,7 +273,7 @@ PACKAGES = {"triton": "triton", "fa4": "flash_attn"}
 
 
 def _load(name: str) -> ModuleType:
-    return reference if name == "reference" else importlib.import_module(BACKENDS[name])
+    return dense if name == "dense" else importlib.import_module(BACKENDS[name])
 
 
 def unavailable(name: str, device: str) -> str | None:
@@ -236,9 +287,10 @@ def unavailable(name: str, device: str) -> str | None:
     return None
 
 
-def _auto(device: torch.device, dtype: torch.dtype, selection: Selection | None) -> str:
-    name, reason = choose_backend(device.type)
-    _say_once(f"backend {name} on {device.type}: {reason}")
+@torch.compiler.assume_constant_result  # chosen, and said, while torch.compile traces
+def _auto(device: str) -> str:
+    name, reason = choose_backend(device)
+    _say_once(f"backend {name} on {device}: {reason}")
     return name
 
 

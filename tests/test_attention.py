@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from foveate import AttnState, Selection, VideoGrid, attend, merge
 
@@ -195,6 +196,47 @@ def test_gradients_of_a_users_own_merge_are_right() -> None:
     truth = torch.autograd.grad((attend(*exact, backend="reference").out * dout).sum(), exact)
     for a, b in zip(got, truth, strict=True):
         assert relative(a, b) <= TOLERANCE
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_sparse_layer_compiles_whole(compiler: str) -> None:
+    grid = VideoGrid(3, 8, 9)
+    inputs = [x.float() for x in draw_inputs(grid, 1, 2, 2, 32, 0, strided=True)[:3]]
+    mask = torch.rand(1, 2, grid.tiles(), grid.tiles(), generator=torch.Generator().manual_seed(5)) < 0.6
+    selection = Selection.from_dense(mask, grid)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state = attend(q * 1.5, k, v, selection, periphery=["pool", "drop"])
+        return state.out.sin().sum() + state.lse.cos().sum() + attend(q, k, v).out.cos().sum()
+
+    def gradients(function) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        return torch.autograd.grad(function(*leaves), leaves)
+
+    torch.compiler.reset()
+    compiled = gradients(torch.compile(layer, fullgraph=True, backend=compiler))
+    for got, truth in zip(compiled, gradients(layer), strict=True):
+        assert relative(got, truth) <= 1e-6
+
+
+def test_the_operator_tells_torch_the_truth() -> None:
+    grid = VideoGrid(1, 10, 10)
+    q, k, v = (x.float().requires_grad_() for x in draw_inputs(grid, 1, 2, 2, 32, 0, strided=True)[:3])
+    words = Selection.from_dense(torch.ones(1, 2, 2, 2, dtype=torch.bool), grid).words
+    for arguments in ((words, torch.tensor([True, False]), "torch"), (None, None, "dense")):
+        torch.library.opcheck(torch.ops.foveate.attend.default, (q, k, v, *arguments, 64, 64, 0.2, False))
+
+
+def test_checkpointing_runs_the_same_attention_again() -> None:
+    grid = VideoGrid(3, 8, 9)
+    q, k, v, dout, _ = draw_inputs(grid, 1, 2, 2, 32, 0, strided=False)
+    mask = torch.rand(1, 2, grid.tiles(), grid.tiles(), generator=torch.Generator().manual_seed(5)) < 0.6
+    selection = Selection.from_dense(mask, grid)
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    plain = torch.autograd.grad((attend(*leaves, selection).out * dout.float()).sum(), leaves)
+    again = checkpoint(lambda *x: attend(*x, selection).out, *leaves, use_reentrant=False)
+    for got, truth in zip(torch.autograd.grad((again * dout.float()).sum(), leaves), plain, strict=True):
+        assert torch.equal(got, truth)
 
 
 Q = torch.zeros(1, 100, 2, 32)
