@@ -58,7 +58,7 @@ class DiTConfig:
         sizes = (frames, height, width)
         if any(size % edge for size, edge in zip(sizes, self.patch, strict=True)):
             raise ValueError(f"frames, height, width {sizes} must be multiples of the patch {self.patch}")
-        return VideoGrid(*(size // edge for size, edge in zip(sizes, self.patch, strict=True)))
+        return VideoGrid(frames // self.patch[0], height // self.patch[1], width // self.patch[2])
 
 
 class VideoDiT(nn.Module):

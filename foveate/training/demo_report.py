@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -124,9 +125,9 @@ def panels(runs: list[Run], clips: dict[str, Generated]) -> list[ClipPanel]:
     return [*shown, ClipPanel("a real clip, held out", to_uint8(real), note="from the validation part")]
 
 
-def tables(config: TrainConfig, seconds: float) -> dict[str, dict[str, object]]:
+def tables(config: TrainConfig, seconds: float) -> dict[str, Mapping[str, object]]:
     keep = ("budget", "periphery", "rank", "steps", "batch", "lr", "gap", "stage1", "check_every", "seed")
-    tables: dict[str, dict[str, object]] = {
+    tables: dict[str, Mapping[str, object]] = {
         "Machine": {**machine(), "threads": torch.get_num_threads(), "minutes": f"{seconds / 60:.1f}"},
         "Versions": packages(),
         "Run": {"command": " ".join(sys.argv), **{name: getattr(config, name) for name in keep}},
