@@ -1,0 +1,180 @@
+"""What attention costs, from saved measurements: decisions never depend on live timings, so that runs repeat.
+
+A table is the JSON that benchmarks/bench_attention.py writes on a card: rows of length, heads, dim, density, periphery
+and milliseconds. Between its points it is interpolated on logarithmic axes; past its ends dense work grows with the
+square of the length and sparse work with the density. A device without a table gets an arithmetic model, logged once.
+
+Times are in milliseconds for one sequence and all its heads, forward and backward unless told otherwise.
+"""
+
+import json
+import logging
+import math
+import os
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger("foveate")
+
+FOLDERS = (Path(__file__).parent / "assets", Path(__file__).parent.parent / "benchmarks" / "results")
+PATTERN = "kernels_*.json"
+VARIABLE = "FOVEATE_COSTS"  # a table's path, used for every device
+PASSES = ("forward_ms", "backward_ms")
+Curve = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The arithmetic model of a device: matrix operations a second, and sparse work in units of the dense.
+
+    One layer's sparse attention takes `dense * (fixed + slope * density)`, more by `pool_*` where the periphery is
+    pooled; choosing the tiles takes `dense * select`; every call takes `call_ms` besides.
+    """
+
+    rate: float
+    fixed: float
+    slope: float
+    pool_fixed: float
+    pool_slope: float
+    select: float
+    call_ms: float
+
+
+# cpu: fitted to the `torch` backend on one x86-64 core, November 2026 (docs/log.md, Controller). cuda: a guess between
+# the sketches and flash-attn-4 on an H200 (a table replaces it).
+MACHINES = {
+    "cpu": Machine(1e11, 0.06, 2.0, 0.10, 0.35, 0.025, 1.0),
+    "cuda": Machine(4e14, 0.01, 1.2, 0.04, 0.1, 0.04, 0.2),
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Prices of attention on one device. `source` says where they are from; make one with `load` or `for_device`."""
+
+    source: str
+    rows: tuple[Mapping, ...] = ()
+    machine: Machine = MACHINES["cuda"]
+
+    def dense(self, tokens: int, heads: int, dim: int, *, passes: Sequence[str] = PASSES) -> float:
+        """Milliseconds of dense attention of one sequence (tokens, heads, dim), by the fastest kernel of the table."""
+        if not self.rows:
+            return self._arithmetic(tokens, heads, dim, passes) + self.machine.call_ms
+        by_kernel = [
+            self._measured(tokens, heads, dim, 1.0, [row for row in self.rows if row["kernel"] == name], passes)
+            for name in sorted({row["kernel"] for row in self.rows if row["lists"] == "all"})
+        ]
+        return min(by_kernel)
+
+    def sparse(
+        self,
+        tokens: int,
+        heads: int,
+        dim: int,
+        density: float,
+        *,
+        pooled: float = 0.0,
+        passes: Sequence[str] = PASSES,
+    ) -> float:
+        """Milliseconds of sparse attention at a mean `density` of kept tiles, choosing them included.
+
+        pooled: share of the heads whose periphery is pooled, 0 ... 1.
+        """
+        if not self.rows:
+            unit, m = self._arithmetic(tokens, heads, dim, passes), self.machine
+            work = m.fixed + m.slope * density + pooled * (m.pool_fixed + m.pool_slope * density)
+            return unit * work + self._arithmetic(tokens, heads, dim, PASSES) * m.select + 2 * m.call_ms
+        drop = self._measured(tokens, heads, dim, density, self._sparse_rows("drop"), passes)
+        far = self._sparse_rows("pool")
+        pool = self._measured(tokens, heads, dim, density, far, passes) if far and pooled else drop
+        return (1 - pooled) * drop + pooled * max(pool, drop) + self.select(tokens, heads, dim)
+
+    def select(self, tokens: int, heads: int, dim: int) -> float:
+        """Milliseconds of choosing the tiles of one sequence."""
+        if not self.rows:
+            return self._arithmetic(tokens, heads, dim, PASSES) * self.machine.select + self.machine.call_ms
+        rows = [row for row in self._sparse_rows("drop") if row.get("select_ms")]
+        return self._measured(tokens, heads, dim, rows[0]["density"], rows, ("select_ms",)) if rows else 0.0
+
+    def _sparse_rows(self, periphery: str) -> list[Mapping]:
+        rows = [row for row in self.rows if row["lists"] != "all" and row["periphery"] == periphery]
+        random = [row for row in rows if row["lists"] == "random"]
+        return random or rows
+
+    def _arithmetic(self, tokens: int, heads: int, dim: int, passes: Iterable[str]) -> float:
+        operations = sum({"forward_ms": 4, "backward_ms": 10}[name] for name in passes)
+        return operations * tokens**2 * heads * dim / self.machine.rate * 1e3
+
+    def _measured(
+        self, tokens: int, heads: int, dim: int, density: float, rows: Sequence[Mapping], passes: Sequence[str]
+    ) -> float:
+        near = min({row["dim"] for row in rows}, key=lambda other: (abs(math.log(other / dim)), other))
+        found: dict[int, dict[float, list[float]]] = {}
+        for row in rows:
+            if row["dim"] == near:
+                time = sum(row[name] for name in passes) / row["heads"]
+                found.setdefault(row["length"], {}).setdefault(row["density"], []).append(time)
+        curve = [
+            (length, interpolate([(d, sum(t) / len(t)) for d, t in sorted(by_density.items())], density, slope=1.0))
+            for length, by_density in sorted(found.items())
+        ]
+        return interpolate(curve, tokens, slope=2.0) * heads * dim / near
+
+
+def interpolate(curve: Curve, x: float, *, slope: float) -> float:
+    """y at x of ascending points (x, y) > 0, straight lines on logarithmic axes; past the ends y grows as x^slope."""
+    xs = [point[0] for point in curve]
+    if x <= xs[0] or x >= xs[-1]:
+        end, y = curve[0] if x <= xs[0] else curve[-1]
+        return y * (x / end) ** slope
+    index = bisect(xs, x)
+    (x0, y0), (x1, y1) = curve[index - 1], curve[index]
+    share = math.log(x / x0) / math.log(x1 / x0)
+    return y0 * (y1 / y0) ** share
+
+
+def load(path: Path | str) -> Costs:
+    """The table in a JSON file. ValueError where it is not one."""
+    try:
+        data = json.loads(Path(path).read_text())
+        rows = tuple(data["rows"])
+        for row in rows:
+            if min(row[name] for name in ("length", "heads", "dim", "density", *PASSES)) <= 0:
+                raise ValueError("a row has a number that is not positive")
+        if not any(row["lists"] == "all" for row in rows) or all(row["lists"] == "all" for row in rows):
+            raise ValueError("it needs rows of dense and of sparse attention")
+        Costs("", rows)._sparse_rows("drop")[0]
+    except (OSError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a cost table of benchmarks/bench_attention.py: {error!r}") from error
+    return Costs(f"{Path(path).name}, {data.get('card', 'unknown card')}", rows)
+
+
+@cache
+def for_device(kind: str, name: str = "") -> Costs:
+    """Prices on a device type (`cpu`, `cuda`) of this name (torch.cuda.get_device_name()); logged once.
+
+    The table of the FOVEATE_COSTS variable, else the newest saved one for this card, else the arithmetic model.
+    """
+    chosen = _named() or (_newest(name) if name else None)
+    if chosen is not None:
+        log.info("costs: %s", chosen.source)
+        return chosen
+    machine = MACHINES.get(kind, MACHINES["cuda"])
+    log.info("costs: no saved table for %s, an arithmetic model of %s serves", name or kind, kind)
+    return Costs(f"arithmetic model of {kind}", machine=machine)
+
+
+def _named() -> Costs | None:
+    path = os.environ.get(VARIABLE)
+    return load(path) if path else None
+
+
+def _newest(name: str) -> Costs | None:
+    """The newest table whose card is this one: files are named kernels_<card>_<yyyymm>.json."""
+    files = [file for folder in FOLDERS for file in folder.glob(PATTERN)]
+    words = name.lower().split()
+    fitting = [file for file in files if file.stem.split("_")[1] in words]
+    return load(max(fitting, key=lambda file: file.stem.split("_")[2])) if fitting else None
