@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -54,7 +55,7 @@ def oracle(q, k, v, dout, dlse, words, **options):
     return out, lse, torch.autograd.grad(loss, leaves)
 
 
-def compare(q, k, v, mask, *, query_tile=64, pooled=None, scale=None):
+def compare(q, k, v, mask, *, query_tile=64, pooled=None, scale=None, slack=1):
     options = {
         "query_tile": query_tile, "kv_tile": 64, "scale": scale or q.shape[-1] ** -0.5, "pooled": pooled,
     }  # fmt: skip
@@ -68,7 +69,7 @@ def compare(q, k, v, mask, *, query_tile=64, pooled=None, scale=None):
     finite = true_lse.isfinite()
     assert torch.equal(lse.isfinite(), finite)
     assert not out[~finite.transpose(1, 2)].any()
-    for_out, for_lse, for_grads = TOLERANCE[q.dtype]
+    for_out, for_lse, for_grads = (slack * x for x in TOLERANCE[q.dtype])
     assert relative(out, true_out) <= for_out
     assert relative(lse[finite], true_lse[finite]) <= for_lse
     for grad, true, x in zip(grads, true_grads, (q, k, v), strict=True):
@@ -109,7 +110,8 @@ class TestAttention:
     @pytest.mark.parametrize("factor", [4, 16])
     def test_large_logits(self, factor):
         q, k, v, mask = draw(1, 111, 1, 1, 32)
-        compare(q * factor, k * factor, v, mask, pooled=torch.tensor([True]))
+        # Weights are as exact as float32 logits of this size, which grow with the square of the factor.
+        compare(q * factor, k * factor, v, mask, pooled=torch.tensor([True]), slack=factor)
 
     def test_scale(self):
         compare(*draw(1, 70, 1, 1, 32), scale=0.01)
@@ -160,7 +162,7 @@ class TestAttention:
 
 @interpreted
 class TestLists:
-    @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 31), (300, 70), (3, 2100)])
+    @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 31), (140, 70), (3, 2100)])
     def test_both_orientations(self, rows, columns):
         mask = torch.rand(2, 1, rows, columns, generator=torch.Generator().manual_seed(0)) < 0.2
         mask[0, 0, 0] = True
@@ -228,5 +230,5 @@ class TestCheck:
     @pytest.mark.skipif(sparse.INTERPRETED, reason="the interpreter takes CPU tensors")
     def test_old_cards_are_refused(self, monkeypatch):
         monkeypatch.setattr(sparse, "_card", lambda device: ((7, 5), 65_536))
-        with pytest.raises(ValueError, match="this card has"):
-            self.run(device="meta")
+        with FakeTensorMode(), pytest.raises(ValueError, match="this card has"):
+            self.run(device="cuda")

@@ -76,11 +76,26 @@ def _count(listed, COUNTS, row, N, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _far_bias(words, tile, N, keys, TILE: tl.constexpr):
-    """log2 of the tokens behind each tile mean, -inf for the tiles that are kept (or past the end)."""
-    far = (words >> (tile % 32)) & 1 == 0
-    size = tl.minimum(TILE, keys - tile * TILE).to(tl.float32)
-    return tl.where(far & (tile < N), tl.log2(tl.maximum(size, 1.0)), -float("inf"))
+def _kept(words, first, N, W):
+    """The two bitmap words from tile `first` on, as scalars; bits past the last tile are set, as if it were kept."""
+    at = first // 32
+    low = tl.load(words + at, mask=at < W, other=-1)
+    high = tl.load(words + at + 1, mask=at + 1 < W, other=-1)
+    room = N - at * 32
+    low = tl.where(room < 32, low | (-1 << tl.minimum(tl.maximum(room, 0), 31)), low)
+    high = tl.where(room < 64, high | (-1 << tl.minimum(tl.maximum(room - 32, 0), 31)), high)
+    return low, high
+
+
+@triton.jit
+def _far_bias(low, high, first, N, keys, BN: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr):
+    """log2 of the tokens behind each of BN tile means from `first` on, -inf for the tiles that are kept."""
+    place = first % 32 + tl.arange(0, BN)
+    far = (tl.where(place < 32, low, high) >> (place % 32)) & 1 == 0
+    size = tl.full([BN], TILE, tl.float32)
+    if not EVEN:
+        size = tl.where(first + tl.arange(0, BN) == N - 1, (keys - (N - 1) * TILE).to(tl.float32), size)
+    return tl.where(far, tl.log2(size), -float("inf"))
 
 
 @triton.jit
@@ -135,11 +150,12 @@ def _forward(
             v = _get(V, b, g, at, BN, DIM, D, TMA)
             acc = _dot(p.to(v.dtype), v, acc, UPCAST)
     if POOL:
+        words = WORDS + row * W
+        low, high = _kept(words, 0, N, W)
         for first in tl.range(0, N * tl.load(POOLED + h).to(tl.int32), BN):
-            tile = first + tl.arange(0, BN)
-            word = tl.load(WORDS + row * W + tile // 32, mask=tile < N, other=-1)
-            s = _dot(q, _get(MEAN_K, b, g, first, BN, DIM, D, TMA).T, None, UPCAST) * scale2
-            s += _far_bias(word, tile, N, keys, TILE)[None, :]
+            s = _dot(q, _get(MEAN_K, b, g, first, BN, DIM, D, TMA).T, None, UPCAST)
+            s = s * scale2 + _far_bias(low, high, first, N, keys, BN, TILE, EVEN)[None, :]
+            low, high = _kept(words, first + BN, N, W)
             p, acc, top, total = _softmax(s, acc, top, total)
             v = _get(MEAN_V, b, g, first, BN, DIM, D, TMA)
             acc = _dot(p.to(v.dtype), v, acc, UPCAST)
@@ -194,12 +210,13 @@ def _grad_queries(
             ds = p * (_dot(dout, v.T, None, UPCAST) - delta[:, None])
             dq = _dot(ds.to(k.dtype), k, dq, UPCAST)
     if POOL:
+        words = WORDS + row * W
+        low, high = _kept(words, 0, N, W)
         for first in tl.range(0, N * tl.load(POOLED + h).to(tl.int32), BN):
-            tile = first + tl.arange(0, BN)
-            word = tl.load(WORDS + row * W + tile // 32, mask=tile < N, other=-1)
+            bias = _far_bias(low, high, first, N, keys, BN, TILE, EVEN)
+            low, high = _kept(words, first + BN, N, W)
             k = _get(MEAN_K, b, g, first, BN, DIM, D, TMA)
             v = _get(MEAN_V, b, g, first, BN, DIM, D, TMA)
-            bias = _far_bias(word, tile, N, keys, TILE)
             p = tl.exp2(_dot(q, k.T, None, UPCAST) * scale2 + (bias[None, :] - lse[:, None]))
             ds = p * (_dot(dout, v.T, None, UPCAST) - delta[:, None])
             dq = _dot(ds.to(k.dtype), k, dq, UPCAST)
@@ -260,7 +277,7 @@ def _grad_keys(
 def _grad_means(
     Q, MEAN_K, MEAN_V, DOUT, LSE2, DELTA, FAR_K, FAR_V, WORDS, POOLED, scale2, blocks, keys, R, N, W, H, G, SPLITS,
     STEPS, DIM: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, QUERY_TILE: tl.constexpr,
-    TILE: tl.constexpr, REP: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+    TILE: tl.constexpr, REP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Gradients of BN tile means from STEPS of the query tiles (SPLITS programs see them all), unscaled, float32."""
     group = tl.program_id(1)
@@ -278,13 +295,14 @@ def _grad_means(
         h = g * REP + rep
         head = b * H + h
         end = tl.minimum(begin + STEPS, R) * tl.load(POOLED + h).to(tl.int32)
-        words = WORDS + head.to(tl.int64) * R * W + tile // 32
+        words = WORDS + head.to(tl.int64) * R * W
+        low, high = _kept(words + tl.minimum(begin, R - 1) * W, first, N, W)
         for block in tl.range(begin * QSUB, end * QSUB):
             q = _get(Q, b, h, block * BM, BM, DIM, D, TMA)
             dout = _get(DOUT, b, h, block * BM, BM, DIM, D, TMA)
             stat = (head.to(tl.int64) * blocks + block) * BM + tl.arange(0, BM)
-            word = tl.load(words + block // QSUB * W, mask=tile < N, other=-1)
-            bias = _far_bias(word, tile, N, keys, TILE)
+            bias = _far_bias(low, high, first, N, keys, BN, TILE, EVEN)
+            low, high = _kept(words + tl.minimum((block + 1) // QSUB, R - 1) * W, first, N, W)
             s = _dot(k, q.T, None, UPCAST)
             dp = _dot(v, dout.T, None, UPCAST)
             p = tl.exp2(s * scale2 + (bias[:, None] - tl.load(LSE2 + stat)[None, :]))
@@ -328,6 +346,8 @@ HOPPER = {
     },
     "keys": {(64, 64): Config(64, 64, 4, 3), (128, 64): Config(64, 64, 4, 2), (256, 64): Config(64, 64, 8, 2)},
 }
+# Blackwell keeps scores in shared memory too, so the largest head dim has room for one stage only. Never timed.
+BLACKWELL = {**HOPPER, "keys": {**HOPPER["keys"], (256, 64): Config(64, 64, 8, 1)}}
 # Kernel -> head dim -> configuration: compiled and checked for size (tests/test_compile_targets.py), never timed.
 LARGE = 166_912  # bytes of shared memory a block may have on an A100; consumer cards have 101,376
 AMPERE = {
@@ -459,7 +479,8 @@ def _run_grad_means(job: "_Job", q, mean_k, mean_v, dout, stats, words) -> tuple
     _grad_means[(tiles, groups, splits)](
         *job.views((q, config.m), (mean_k, config.n), (mean_v, config.n), (dout, config.m)), *stats,
         far_k, far_v, words, job.pooled, job.scale2, job.blocks(config), job.keys, job.rows, job.columns, job.width,
-        job.heads, job.groups, splits, triton.cdiv(job.rows, splits), REP=job.repeats, **job.constants(config),
+        job.heads, job.groups, splits, triton.cdiv(job.rows, splits),
+        REP=job.repeats, EVEN=job.even, **job.constants(config),
     )  # fmt: skip
     return far_k, far_v, splits
 
@@ -541,7 +562,7 @@ def _config(
         return FLOAT32
     size = max(64, triton.next_power_of_2(dim))
     if _has_tma(capability):
-        return HOPPER[kernel][size, query_tile if kernel != "keys" else 64]
+        return (HOPPER if capability < (10, 0) else BLACKWELL)[kernel][size, query_tile if kernel != "keys" else 64]
     table = AMPERE if memory >= LARGE else CONSUMER
     if size not in table[kernel]:
         raise ValueError(
