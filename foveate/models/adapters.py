@@ -1,0 +1,297 @@
+"""The adapter table: how foveate's policies get into a video transformer, and out again, without copying its forward.
+
+A row says where a model class has its self-attentions, how the token grid follows from the forward's inputs, and which
+small processor stands in for the model's own. docs/adding-a-model.md walks through one.
+
+Not covered: cross-attention, which is left alone, and masked, block-causal or KV-cached self-attention, refused.
+"""
+
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from foveate.attention import Layer, Policy
+from foveate.models.cogvideox import CogVideoXProcessor, cogvideox_grid
+from foveate.models.ltx import LTXProcessor, ltx_grid
+from foveate.models.processor import Context, Processor
+from foveate.models.wan import WanProcessor, wan_grid
+from foveate.tiles import VideoGrid
+
+log = logging.getLogger("foveate")
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
+MARK = "_foveate_installed"  # on the transformer, while something is
+CAUSAL = re.compile("Causal|FAR(?=[A-Z])|KVCache|KVAttn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A row of the table.
+
+    model: name of the class. attentions: regular expression of the self-attentions' names inside it; their order in
+    the model is the order of layers. grid(config, forward's inputs by name): the token grid of one forward.
+    processor: what stands in for the processors named in `replaces` (others are refused: they would be lost).
+    text_first: joint text tokens come before the video. Without a processor the model calls `policy` itself, in tile
+    order, as the built-in VideoDiT does.
+    """
+
+    model: str
+    attentions: str
+    grid: Callable[[Any, dict[str, Any]], VideoGrid] | None = None
+    processor: type[Processor] | None = None
+    replaces: tuple[str, ...] = ()
+    text_first: bool = False
+
+
+TABLE = (
+    Adapter(model="VideoDiT", attentions=r"blocks\.\d+"),
+    Adapter(
+        model="WanTransformer3DModel",
+        attentions=r"blocks\.\d+\.attn1",
+        grid=wan_grid,
+        processor=WanProcessor,
+        replaces=("WanAttnProcessor",),
+    ),
+    Adapter(
+        model="SkyReelsV2Transformer3DModel",
+        attentions=r"blocks\.\d+\.attn1",
+        grid=wan_grid,
+        processor=WanProcessor,
+        replaces=("SkyReelsV2AttnProcessor",),
+    ),
+    Adapter(
+        model="CogVideoXTransformer3DModel",
+        attentions=r"transformer_blocks\.\d+\.attn1",
+        grid=cogvideox_grid,
+        processor=CogVideoXProcessor,
+        replaces=("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0"),
+        text_first=True,
+    ),
+    Adapter(
+        model="LTXVideoTransformer3DModel",
+        attentions=r"transformer_blocks\.\d+\.attn1",
+        grid=ltx_grid,
+        processor=LTXProcessor,
+        replaces=("LTXVideoAttnProcessor",),
+    ),
+)
+
+
+def find(model: nn.Module) -> Adapter:
+    """The row for a model, however it is wrapped (compiled, DDP, FSDP, peft, a subclass).
+
+    Raises ValueError for models without a row and for block-causal or KV-cached ones.
+    """
+    return _locate(model)[1]
+
+
+def install(model: nn.Module, policy: Policy) -> "Installed":
+    """Let every self-attention of a model be computed by `policy(layer, q, k, v)`, until `remove()`.
+
+    Before or after adding LoRA, torch.compile, checkpointing and FSDP. Raises ValueError for models that `find`
+    refuses, for a second installation, and where processors stand that this row does not know.
+    """
+    root, adapter = _locate(model)
+    if MARK in vars(root):
+        raise ValueError("a policy is installed in this model already: remove() it first, or assign its .policy")
+    attentions = _attentions(root, adapter)
+    if adapter.processor is None:
+        return _PolicyInstalled(root, adapter, attentions, policy)
+    _check_processors(adapter, attentions)
+    return _ProcessorsInstalled(root, adapter, attentions, policy)
+
+
+def installed(model: nn.Module) -> "Installed | None":
+    """What `install` put into a model, None where nothing is."""
+    return vars(_locate(model)[0]).get(MARK)
+
+
+class Installed:
+    """A policy in a model. `layers` are the self-attentions' names, `heads` and `dim` the shape of each.
+
+    A context manager too: the end of its `with` removes it.
+    """
+
+    def __init__(self, root: Any, adapter: Adapter, attentions: dict[str, Any], policy: Policy):
+        shapes = {_shape(root, attention) for attention in attentions.values()}
+        if len(shapes) != 1:
+            raise ValueError(f"all self-attentions must have the same heads and head dim, got {sorted(shapes)}")
+        self.adapter, self.layers, (self.heads, self.dim) = adapter, tuple(attentions), shapes.pop()
+        self._root, self._attentions, self._context = root, attentions, Context(policy, adapter.text_first)
+        self._enter()
+        setattr(root, MARK, self)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in use; assign another to exchange it, for instance for one that wraps it."""
+        return self._context.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._context.policy = policy
+
+    def set_context(self, *, step: int | None = None, branch: str = "") -> None:
+        """What the next forwards' layers are told: the denoising step and the CFG branch.
+
+        diffusers' pipelines need no call: inside its `cache_context` the branch is the context's name ("cond",
+        "uncond", "cond_uncond" for both in one batch) and the step its step_index, where the pipeline gives one.
+        """
+        self._context.step, self._context.branch = step, branch
+
+    def remove(self) -> None:
+        """Put the model back as it was, with its original processor objects. A second call does nothing."""
+        if vars(self._root).get(MARK) is self:
+            delattr(self._root, MARK)
+            self._leave()
+
+    def __enter__(self) -> "Installed":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.remove()
+
+    def _enter(self) -> None:
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        raise NotImplementedError
+
+
+class _ProcessorsInstalled(Installed):
+    """In place of the attention processors, with hooks on the transformer that tell which forward is running."""
+
+    def _enter(self) -> None:
+        root, adapter = self._root, self.adapter
+        assert adapter.processor is not None
+        self._inputs = tuple(inspect.signature(type(root).forward).parameters)[1:]
+        self._processors = [adapter.processor(self._context, index, name) for index, name in enumerate(self.layers)]
+        self._originals = [attention.processor for attention in self._attentions.values()]
+        for attention, processor in zip(self._attentions.values(), self._processors, strict=True):
+            attention.set_processor(processor)
+        before = root.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._hooks = before, root.register_forward_hook(self._after)
+        if hasattr(root, "cache_context"):
+            self._cache_context, root.cache_context = root.cache_context, self._during
+
+    def _leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if vars(self._root).get("cache_context") == self._during:
+            del self._root.cache_context
+        places = zip(self._attentions.values(), self._processors, self._originals, strict=True)
+        for attention, processor, original in places:
+            if attention.processor is processor:
+                attention.set_processor(original)
+            else:
+                log.warning("%s has another processor than the one installed; left as it is", processor.name)
+        self._context.call = None
+
+    def _before(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        assert self.adapter.grid is not None
+        for attention, processor in zip(self._attentions.values(), self._processors, strict=True):
+            if attention.processor is not processor:
+                raise ValueError(
+                    f"{processor.name} no longer has foveate's processor (fuse_qkv_projections and set_attn_processor "
+                    "put in others): remove() first, change the model, then install again"
+                )
+        inputs = dict(zip(self._inputs, args, strict=False)) | kwargs
+        self._context.enter(self.adapter.grid(root.config, inputs), inputs["hidden_states"].device)
+
+    def _after(self, root: Any, args: tuple, output: Any) -> None:
+        self._context.remember(output[0])
+
+    @contextmanager
+    def _during(self, name: str, **where: Any) -> Iterator[None]:
+        """diffusers' `cache_context` of this model, which also tells the layers."""
+        with self._cache_context(name, **where), self._context.during(where.get("step_index"), name):
+            yield
+
+
+class _PolicyInstalled(Installed):
+    """In a model that calls `model.policy` itself, in tile order. It is the policy that the model sees."""
+
+    def _enter(self) -> None:
+        self._original, self._root.policy = self._root.policy, self
+
+    def _leave(self) -> None:
+        if self._root.policy is self:
+            self._root.policy = self._original
+        else:
+            log.warning("the model has another policy than the one installed; left as it is")
+
+    def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        context = self._context
+        return context.policy(Layer(layer.index, layer.name, layer.grid, context.step, context.branch), q, k, v)
+
+
+def clean_name(name: str) -> str:
+    """A submodule's name without what torch.compile, checkpoint, FSDP and DDP wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _locate(model: nn.Module) -> tuple[nn.Module, Adapter]:
+    """The transformer inside its wrappers, and its row."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"expected a transformer (an nn.Module), got {type(model).__name__}; of a pipeline pass pipe.transformer"
+        )
+    rows = {row.model: row for row in TABLE}
+    roots: list[tuple[nn.Module, Adapter]] = []
+    for module in model.modules():
+        names = [cls.__name__ for cls in type(module).__mro__]
+        _refuse_causal(module, names)
+        roots += [(module, rows[name]) for name in names if name in rows][:1]
+    if len(roots) == 1:
+        return roots[0]
+    if roots:
+        raise ValueError(f"{type(model).__name__} holds {len(roots)} transformers; pass them one by one")
+    raise ValueError(
+        f"no adapter for {type(model).__name__}; supported are {', '.join(rows)}. "
+        "docs/adding-a-model.md shows how to add one: a row in a table and at most one small processor"
+    )
+
+
+def _refuse_causal(module: nn.Module, names: list[str]) -> None:
+    own, config = vars(module).get("num_frame_per_block"), getattr(module, "config", None)
+    blocks = own or getattr(config, "num_frame_per_block", None) or 1
+    names = [*names, type(getattr(module, "processor", None)).__name__]
+    causal = [name for name in names if CAUSAL.search(name)]
+    if causal or blocks > 1:
+        why = causal[0] if causal else f"num_frame_per_block={blocks}"
+        raise ValueError(
+            f"{names[0]} attends block-causally or through a KV cache ({why}), where a query may not see every key; "
+            "foveate's policies choose among all keys and would be wrong there, so it is refused"
+        )
+
+
+def _attentions(root: nn.Module, adapter: Adapter) -> dict[str, Any]:
+    """Self-attentions in layer order, by clean name. A wrapper and what it wraps share one: the inner one stays."""
+    named = ((clean_name(name), module) for name, module in root.named_modules())
+    found = {name: module for name, module in named if re.fullmatch(adapter.attentions, name)}
+    if not found:
+        raise ValueError(f"{adapter.model} has no self-attention named {adapter.attentions}")
+    return found
+
+
+def _check_processors(adapter: Adapter, attentions: dict[str, Any]) -> None:
+    for name, attention in attentions.items():
+        processor = attention.processor
+        if type(processor).__name__ not in adapter.replaces:
+            raise ValueError(
+                f"{name} has a {type(processor).__name__}, whose work would be lost; this adapter stands in for "
+                f"{' and '.join(adapter.replaces)} only. See docs/adding-a-model.md"
+            )
+        if getattr(processor, "_parallel_config", None) is not None:
+            raise ValueError("diffusers' context parallelism is enabled on this model; use foveate.parallelize instead")
+
+
+def _shape(root: Any, attention: Any) -> tuple[int, int]:
+    """Query heads and head dim."""
+    inner = getattr(attention, "inner_dim", None) or root.config.width
+    return attention.heads, inner // attention.heads

@@ -1,0 +1,153 @@
+"""What all attention processors share: which forward is running, tile order there and back, the call of the policy.
+
+A processor stands where diffusers has its own: it projects, normalises and rotates as the model does, hands q, k, v to
+`Processor.attend`, and projects the result. Nothing here is a module or a buffer, so state_dict never sees it.
+
+Shapes: B batch, S tokens (video and joint text), H heads, G key/value heads (G divides H), D head dim.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveate.attention import Layer, Policy
+from foveate.tiles import VideoGrid
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward of the transformer: the same for all its layers, and again when checkpointing recomputes one."""
+
+    grid: VideoGrid
+    step: int | None
+    branch: str
+    to_tiles: Tensor  # int64 (S,): for each place in tile order the token's place in the model's sequence
+    to_model: Tensor  # int64 (S,): the way back
+
+
+class Context:
+    """What the processors of one installed model share. `policy` may be exchanged between forwards."""
+
+    def __init__(self, policy: Policy, text_first: bool):
+        self.policy, self.text_first = policy, text_first
+        self.step: int | None = None
+        self.branch = ""
+        self.call: Call | None = None
+
+    def enter(self, grid: VideoGrid, device: torch.device) -> None:
+        """A forward begins, on this grid."""
+        orders = tile_orders(grid, self.text_first, device)
+        self.call = Call(grid, self.step, self.branch, orders[0], orders[1])
+
+    def remember(self, output: Tensor) -> None:
+        """Let the backward of this forward's output find the call again, whatever ran in between.
+
+        Checkpointing recomputes blocks in the backward. The output's gradient comes first there, so two forwards of
+        different sizes with one backward after both are recomputed each on its own grid.
+        """
+        if output.requires_grad and not torch.compiler.is_compiling():
+            call = self.call
+            output.register_hook(lambda _: setattr(self, "call", call))
+
+    @contextmanager
+    def during(self, step: int | None, branch: str) -> Iterator[None]:
+        """Another step and branch for the length of a `with`."""
+        before = self.step, self.branch
+        self.step, self.branch = step, branch
+        try:
+            yield
+        finally:
+            self.step, self.branch = before
+
+
+class Processor:
+    """Base of the processors: subclasses are called as diffusers calls its own and end in `attend`."""
+
+    def __init__(self, context: Context, index: int, name: str):
+        self.context, self.index, self.name = context, index, name
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B, S, H, D), k and v (B, S, G, D) in the model's token order -> out (B, S, H, D), same order, q's dtype.
+
+        q and k take the dtype of v, as torch's own attention does under autocast, where norms return float32. The
+        policy itself runs without autocast: what it measures and accumulates in float32 stays float32.
+        """
+        call = self.context.call
+        if call is None:
+            raise ValueError(f"{self.name} was called outside its transformer's forward, so its grid is unknown")
+        if q.shape[1] != call.grid.tokens:
+            raise ValueError(
+                f"{self.name} got {q.shape[1]} tokens where {call.grid} has {call.grid.tokens}: is the sequence "
+                "sharded, or extended, by something else? Remove that, or see docs/adding-a-model.md"
+            )
+        dtype = q.dtype
+        q, k, v = (_Reorder.apply(x.to(v.dtype), call.to_tiles, call.to_model) for x in (q, k, v))
+        layer = Layer(self.index, self.name, call.grid, call.step, call.branch)
+        with torch.autocast(q.device.type, enabled=False):
+            out = self.context.policy(layer, q, k, v)
+        return _Reorder.apply(out, call.to_model, call.to_tiles).to(dtype)
+
+    def refuse(self, **inputs: Any) -> None:
+        """A ValueError where the model asks for what no policy would honour, a mask for example."""
+        given = [name for name, value in inputs.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"{self.name} was given {', '.join(given)}, which foveate does not honour: masked, causal and "
+                "KV-cached self-attention stay with the model's own processors (call remove(), or drop the argument)"
+            )
+
+
+class _Reorder(torch.autograd.Function):
+    """x (B, S, ...) -> x[:, order]. Its backward is a gather too: index_select's own would add into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return x.index_select(1, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        order, inverse = ctx.saved_tensors
+        return _Reorder.apply(grads[0], inverse, order), None, None
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate neighbouring pairs of the last dim of x by tables of the same width, each angle written twice."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+
+def tile_orders(grid: VideoGrid, text_first: bool, device: torch.device) -> Tensor:
+    """int64 (2, S): for each place in tile order the token's place in the model's sequence, and the way back."""
+    if torch.compiler.is_compiling():
+        return torch.ops.foveate.tile_orders(
+            [grid.frames, grid.height, grid.width, grid.text], list(grid.cube), text_first, device
+        )
+    return _tile_orders(grid, text_first, device)
+
+
+@lru_cache(maxsize=16)
+def _tile_orders(grid: VideoGrid, text_first: bool, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # kept for training too, which cannot save inference tensors
+        order = grid.order().clone()
+        if text_first:
+            order = torch.where(order < grid.video, order + grid.text, order - grid.video)
+        return torch.stack([order, torch.argsort(order)]).to(device)
+
+
+@torch.library.custom_op("foveate::tile_orders", mutates_args=())
+def _compiled_tile_orders(sizes: list[int], cube: list[int], text_first: bool, device: torch.device) -> Tensor:
+    """Opaque to the compiler, which would otherwise sort tokens at every forward. A copy: it may reuse the memory."""
+    return _tile_orders(VideoGrid(*sizes, cube=(cube[0], cube[1], cube[2])), text_first, device).clone()
+
+
+@_compiled_tile_orders.register_fake
+def _(sizes, cube, text_first, device):
+    frames, height, width, text = sizes
+    return torch.empty(2, frames * height * width + text, dtype=torch.int64, device=device)
