@@ -123,8 +123,7 @@ def attend(
         return AttnState(*reference.forward(q, k, v, words, **options))
     if selection is None:
         return AttnState(*_attend(q, k, v, None, None, "dense", 64, 64, scale, deterministic))
-    name = _auto(q.device.type) if backend == "auto" else backend
-    return AttnState(*_attend(q, k, v, selection.words, pooled, name, *_tiles(selection), scale, deterministic))
+    return AttnState(*_attend(q, k, v, selection.words, pooled, backend, *_tiles(selection), scale, deterministic))
 
 
 @torch.library.custom_op("foveate::attend", mutates_args=())
@@ -141,7 +140,7 @@ def _attend(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """A kernel's forward as one operator: what torch.compile, checkpointing and CUDA graphs see. Contiguous results."""
-    module, options = _load(kernel), _options(words, pooled, query_tile, kv_tile, scale)
+    module, options = _load(kernel, q.device.type), _options(words, pooled, query_tile, kv_tile, scale)
     if hasattr(module, "check"):
         checked = {name: value for name, value in options.items() if name != "words"}
         module.check(q, k, v, deterministic=deterministic, **checked)
@@ -175,7 +174,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The one backward, of every kernel: it takes the (out, lse) that the forward returned."""
     options = _options(words, pooled, query_tile, kv_tile, scale)
-    dq, dk, dv = _load(kernel).backward(dout, dlse, q, k, v, out, lse, **options)
+    dq, dk, dv = _load(kernel, q.device.type).backward(dout, dlse, q, k, v, out, lse, **options)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -268,12 +267,22 @@ def _pooled(periphery: str | Sequence[str], heads: int, device: torch.device) ->
 BACKENDS: dict[str, str] = {
     "reference": "foveate.kernels.reference",
     "torch": "foveate.kernels.torch_sparse",
+    "triton": "foveate.kernels.triton_sparse",
+    "fa4": "foveate.kernels.fa4",
 }
 PACKAGES = {"triton": "triton", "fa4": "flash_attn"}
 
 
-def _load(name: str) -> ModuleType:
-    return dense if name == "dense" else importlib.import_module(BACKENDS[name])
+def _load(name: str, device: str) -> ModuleType:
+    """The kernel module of a backend. Called at run time, so torch.compile need not see what `auto` chooses."""
+    if name == "dense":
+        return dense
+    if name == "auto":
+        name, reason = choose_backend(device)
+        _say_once(f"backend {name} on {device}: {reason}")
+    elif (missing := unavailable(name, device)) is not None:
+        raise ValueError(f"backend {name} {missing}")
+    return importlib.import_module(BACKENDS[name])
 
 
 def unavailable(name: str, device: str) -> str | None:
@@ -282,22 +291,20 @@ def unavailable(name: str, device: str) -> str | None:
         return None
     if device != "cuda":
         return "needs an NVIDIA GPU"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"needs compute capability 8.0 or newer, this card has {torch.cuda.get_device_capability()}"
     if importlib.util.find_spec(PACKAGES[name]) is None:
         return f"needs {PACKAGES[name]}: pip install 'foveate[{'gpu' if name == 'triton' else name}]'"
     return None
 
 
-@torch.compiler.assume_constant_result  # chosen, and said, while torch.compile traces
-def _auto(device: str) -> str:
-    name, reason = choose_backend(device)
-    _say_once(f"backend {name} on {device}: {reason}")
-    return name
-
-
 @cache
 def choose_backend(device: str) -> tuple[str, str]:
     """The backend `auto` takes for sparse attention on a device type, and why."""
-    return "torch", f"the one that really skips tiles on {device}"
+    missing = unavailable("triton", device)
+    if missing is None:
+        return "triton", "fused block-sparse kernels for this card"
+    return "torch", f"skips tiles on any device; triton {missing}"
 
 
 @cache

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foveate.kernels.select import keep, predict_words
+from foveate.attention import choose_backend
+from foveate.kernels.bits import WORD
+from foveate.kernels.select import keep
 from foveate.sparsity.predictor import Predictor
-from foveate.tiles import Selection, VideoGrid
+from foveate.tiles import TILE, Selection, VideoGrid
 
 PerHead = float | Sequence[float] | Tensor
 
@@ -44,18 +46,46 @@ def select(
     heads, dim = q.shape[2:]
     a, b = (None, None) if predictor is None else (predictor.a, predictor.b)
     with torch.autocast(q.device.type, enabled=False):
-        words = predict_words(
+        words = _predict_words(
             q,
             k,
             a,
             b,
-            video=grid.video,
-            scale=dim**-0.5 if scale is None else scale,
-            query_tile=query_tile,
-            budget=None if budget is None else per_head("budget", budget, heads, q.device),
-            mass_target=None if mass is None else per_head("mass", mass, heads, q.device),
+            None if budget is None else per_head("budget", budget, heads, q.device),
+            None if mass is None else per_head("mass", mass, heads, q.device),
+            grid.video,
+            dim**-0.5 if scale is None else scale,
+            query_tile,
         )
     return Selection(words, grid, query_tile)
+
+
+@torch.library.custom_op("foveate::select", mutates_args=())
+def _predict_words(
+    q: Tensor,
+    k: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    budget: Tensor | None,
+    mass: Tensor | None,
+    video: int,
+    scale: float,
+    query_tile: int,
+) -> Tensor:
+    """The bitmap as one operator, by the fused kernel where `auto` takes the triton backend."""
+    if choose_backend(q.device.type)[0] == "triton":
+        from foveate.kernels.triton_select import predict_words
+    else:
+        from foveate.kernels.select import predict_words
+    dials = {"video": video, "scale": scale, "query_tile": query_tile, "budget": budget, "mass_target": mass}
+    return predict_words(q, k, a, b, **dials)
+
+
+@_predict_words.register_fake
+def _(q, k, a, b, budget, mass, video, scale, query_tile):
+    rows, columns = (-(-q.shape[1] // tile) for tile in (query_tile, TILE))
+    shape = (q.shape[0], q.shape[2], rows, -(-columns // WORD))
+    return q.new_empty(shape, dtype=torch.int32)
 
 
 def select_random(
