@@ -27,12 +27,12 @@ demo: $(VENV)/.base
 	$(BIN)/foveate demo --out runs/demo
 
 test: $(VENV)/.dev
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/pytest tests/test_imports.py
 
 gpu-test: $(VENV)/.dev

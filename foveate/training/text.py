@@ -10,7 +10,7 @@ from torch import Tensor
 def embed_captions(captions: Iterable[str], encoder: str) -> dict[str, Tensor]:
     """From each different caption (and "" for none) to its mean-pooled, unit-length embedding, float32 (text_dim,)."""
     try:
-        from transformers import AutoModel, AutoTokenizer
+        from transformers import AutoModel, AutoTokenizer  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ImportError("captions need a text encoder: pip install 'foveate[diffusers]'") from None
     tokenizer, model = AutoTokenizer.from_pretrained(encoder), AutoModel.from_pretrained(encoder).eval()
