@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from foveate.data import write_mp4
-from foveate.training import demo, recipes
+from foveate.training import demo, demo_runs, recipes
 from foveate.training.demo_report import at_budget, needed
 
 
-def run(name: str, validation: float, *, seconds: tuple[float, float], switch: int | None = 20) -> demo.Run:
+def run(name: str, validation: float, *, seconds: tuple[float, float], switch: int | None = 20) -> demo_runs.Run:
     """A finished run of 90 steps as `checks` sees it."""
     rows = [
         {"step": step, "stage": 1 if switch is None or step <= switch else 2, "seconds": seconds[0], "gap": 0.02}
@@ -31,17 +31,17 @@ def run(name: str, validation: float, *, seconds: tuple[float, float], switch: i
         policy=SimpleNamespace(computed={"sparse": 70 * config.model.depth}),
         validation=[SimpleNamespace(clips=np.zeros((1, 3, config.frames, config.height, config.width)))],
     )
-    return demo.Run(name, trainer, rows, validation)  # type: ignore[arg-type]
+    return demo_runs.Run(name, trainer, rows, validation)  # type: ignore[arg-type]
 
 
-def verdicts(**change: demo.Run) -> list[bool]:
+def verdicts(**change: demo_runs.Run) -> list[bool]:
     runs = {
         "sparse": run("sparse", 1.005, seconds=(3.0, 1.5)),
         "dense": run("dense", 1.0, seconds=(3.0, 3.0)),
         "random": run("random", 1.5, seconds=(3.0, 1.5)),
         **change,
     }
-    return [check.passed for check in demo.checks(list(runs.values()))]
+    return [check.passed for check in demo_runs.checks(list(runs.values()))]
 
 
 def test_a_good_demo_passes_every_check() -> None:
@@ -62,7 +62,7 @@ def test_each_check_can_fail(change: dict, failed: int) -> None:
 
 
 def test_a_switch_that_never_came_fails_and_says_why() -> None:
-    (check,) = demo.checks([run("sparse", 1.0, seconds=(3.0, 1.5), switch=None)])
+    (check,) = demo_runs.checks([run("sparse", 1.0, seconds=(3.0, 1.5), switch=None)])
     assert not check.passed
     assert "never came within" in check.detail
     assert "+2.00 %" in check.detail

@@ -13,7 +13,7 @@ from foveate.data import to_uint8
 from foveate.report import ClipPanel, ReportData, write_report
 from foveate.sparsity.profile import BUDGETS
 from foveate.training.checkpoint import load_weights
-from foveate.training.demo import Check, Generated, Run, switch_step
+from foveate.training.demo_runs import Check, Generated, Run, switch_step
 from foveate.training.doctor import machine, packages
 from foveate.training.recipes import TrainConfig
 
