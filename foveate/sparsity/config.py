@@ -1,0 +1,91 @@
+"""What a user may set about sparse attention: one frozen dataclass, checked when made."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from foveate.attention import BACKENDS
+
+TOLERANCE = 0.005
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsityConfig:
+    """How `sparsify` decides. All steps are training steps of the optimiser.
+
+    Give one of (neither: tolerance 0.005):
+    tolerance: allowed relative increase of the loss through sparse attention, measured in pairs.
+    budget: a fixed kept fraction of the key tiles in (0, 1], one or one per head; nothing is decided by the loss.
+
+    periphery: what unselected tiles do: `drop`, `pool`, or `auto`, each head's cheaper one at equal error.
+    rule: `error`, or `dsv`, DSV's own (arXiv 2502.07590): per head the smallest budget that holds `dsv_mass` of the
+        attention mass, dropped periphery, and a layer is sparse where its mean budget is at most `dsv_threshold`.
+    warmup: dense steps before anything is decided; predictors learn in them, from `learn_from` on beyond closed form.
+    often, rare: steps between measurements: `often` at first and while things change, up to `rare` when settled.
+    pairs: consecutive steps whose paired losses make one measurement.
+    teach_every: sparse steps between two lessons of the predictors (each dense step is one).
+    loss_weight: w of a loss w * mean((y - target)^2): 1 / k where gradients of k micro-batches accumulate.
+    training_free_steps: inference on an untouched model: so many denoising steps run dense and teach, then `budget`.
+    force: sparse even where the saved costs say that dense is faster.
+    """
+
+    tolerance: float | None = None
+    budget: float | Sequence[float] | None = None
+    periphery: Literal["auto", "drop", "pool"] = "auto"
+    rank: int = 16
+    query_tile: int = 64
+    rule: Literal["error", "dsv"] = "error"
+    dsv_mass: float = 0.9
+    dsv_threshold: float = 0.3
+    warmup: int = 100
+    learn_from: int = 20
+    often: int = 50
+    rare: int = 1000
+    pairs: int = 2
+    teach_every: int = 4
+    loss_weight: float = 1.0
+    training_free_steps: int = 0
+    force: bool = False
+    seed: int = 0
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        self._check_goal()
+        if self.periphery not in ("auto", "drop", "pool"):
+            raise ValueError(f"periphery must be auto, drop or pool, got {self.periphery!r}")
+        if self.query_tile not in (64, 128):
+            raise ValueError(f"query_tile must be 64 or 128 tokens, got {self.query_tile}")
+        if self.backend not in ("auto", *BACKENDS):
+            raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {self.backend!r}")
+        for name in ("rank", "learn_from", "often", "pairs", "teach_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.rare < self.often:
+            raise ValueError(f"rare must be at least often, {self.often}, got {self.rare}")
+        if self.warmup < 0 or self.loss_weight <= 0:
+            raise ValueError(
+                f"warmup must be at least 0 and loss_weight above 0, got {self.warmup}, {self.loss_weight}"
+            )
+        if not (0 < self.dsv_mass < 1 and 0 < self.dsv_threshold <= 1):
+            raise ValueError(f"dsv_mass and dsv_threshold are fractions, got {self.dsv_mass}, {self.dsv_threshold}")
+
+    def _check_goal(self) -> None:
+        if self.rule not in ("error", "dsv"):
+            raise ValueError(f"rule must be error or dsv, got {self.rule!r}")
+        given = [name for name in ("tolerance", "budget") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError("give a tolerance (budgets are found) or a budget (fixed), not both")
+        if self.rule == "dsv" and given:
+            raise ValueError(f"rule 'dsv' finds budgets from dsv_mass; it has no use for a {given[0]}")
+        if self.rule == "dsv" and self.periphery == "pool":
+            raise ValueError("rule 'dsv' drops what it does not select; leave periphery as it is")
+        if self.rule == "error" and not given:
+            object.__setattr__(self, "tolerance", TOLERANCE)
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise ValueError(f"tolerance is a relative increase of the loss, in (0, 1), got {self.tolerance}")
+        if self.budget is not None:
+            values = [self.budget] if isinstance(self.budget, int | float) else list(self.budget)
+            if not values or not all(0 < value <= 1 for value in values):
+                raise ValueError(f"budget must be above 0 and at most 1, got {self.budget}")
+        if self.training_free_steps < 0 or (self.training_free_steps and self.budget is None):
+            raise ValueError("training_free_steps needs a budget, and to be at least 0: there is no loss to go by")

@@ -1,0 +1,261 @@
+"""Which layers are sparse, and what each head keeps: pure functions from reduced measurements to a `Decision`.
+
+One error level epsilon for all heads is the only unknown. Every head gets the smallest budget, and the cheaper
+periphery, whose measured output error stays within epsilon; a layer is sparse where the prices say that pays; epsilon
+moves until the measured paired gap, loss with sparse over loss with dense attention - 1, nears the tolerance from
+below. A search with brackets: `good` is the largest level that held, `bad` the smallest that did not, and both are
+forgotten slowly, because a model in training moves. Two clean measurements make training sparse; one far above the
+tolerance, or two above it, make it dense again, and so does error that rises until sparse attention no longer pays.
+
+No clock, no randomness, no collectives: the same numbers give the same decision on every rank and in every repeat.
+After DSV (arXiv 2502.07590, section 4, two-stage training), whose rule of 90 % mass is `by_mass`.
+
+Shapes: L layers, H heads, K budgets of a profile.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foveate.sparsity.config import SparsityConfig
+from foveate.sparsity.profile import HeadProfile, SparsityProfile
+
+Price = Callable[[Sequence[float], Sequence[bool]], tuple[float, float]]
+"""(budgets of a layer's heads, which are pooled) -> milliseconds of the layer (sparse, dense)."""
+
+START, LOWEST, HIGHEST = 0.05, 1e-3, 1.0  # of epsilon
+AIM, CALM = 0.7, 0.5  # shares of the tolerance: where epsilon is led, and below which it may grow
+ALARM = 1.5  # times the tolerance: back to dense at once
+GROW, SHRINK = 1.4, 0.3  # most that one measurement may move epsilon
+STRIDE = 1.2  # by which epsilon rises in search of a first plan that pays
+FORGET = 1.15  # a bracket drifts outwards by this at each measurement
+POOL_WORK = 1 / 64  # of dense attention: one pooled key a tile
+SAME = 0.1  # budgets that moved by less, relatively, are left as they are
+LEAVE, ENTER = 1.0, 0.95  # a sparse layer must cost less than this share of dense to stay, and to become sparse
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every layer does when attention is sparse: (L, H) budgets and pooled heads, (L,) which are sparse at all."""
+
+    budgets: tuple[tuple[float, ...], ...]
+    pooled: tuple[tuple[bool, ...], ...]
+    sparse: tuple[bool, ...]
+
+    @property
+    def kept(self) -> float:
+        """Mean kept fraction over all heads of all layers; a dense layer keeps everything."""
+        rows = [row if on else [1.0] * len(row) for row, on in zip(self.budgets, self.sparse, strict=True)]
+        return sum(map(sum, rows)) / sum(map(len, rows))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The outcome at `step`: whether training forwards are sparse now, the plan they follow, and why."""
+
+    step: int = 0
+    active: bool = False
+    plan: Plan | None = None
+    reason: str = "predictors learn"
+
+
+@dataclass(frozen=True)
+class Control:
+    """All that the controller remembers between measurements. Plain numbers, for JSON."""
+
+    decision: Decision = Decision()
+    epsilon: float = START
+    good: float = 0.0
+    bad: float = HIGHEST
+    streak: int = 0  # measurements in a row within (> 0) or above (< 0) the tolerance
+    gap: float | None = None
+    interval: int = 0
+    due: int = 0
+
+
+def begin(config: SparsityConfig) -> Control:
+    return Control(interval=config.often, due=config.warmup)
+
+
+def advance(
+    control: Control, config: SparsityConfig, profile: SparsityProfile, gap: float | None, step: int, price: Price
+) -> Control:
+    """The controller after a measurement at `step`.
+
+    gap: of the plan in `control.decision`, as losses say, None where that plan has no sparse layer. profile: every
+    layer must have been measured.
+    """
+    if config.rule == "dsv" or config.budget is not None:
+        return _fixed(control, config, profile, gap, step, price)
+    assert config.tolerance is not None
+    before = control.decision
+    # Nothing sparse costs nothing. The level may then rise until something pays, which is measured before it is used.
+    moved = _move(control, 0.0 if gap is None else gap, config.tolerance)
+    most = max(LOWEST, most_useful(profile, config.periphery))
+    moved = replace(moved, epsilon=min(moved.epsilon, most), streak=0 if gap is None else moved.streak)
+    plan = place(*by_error(profile, moved.epsilon, config.periphery), price, before.plan)
+    while gap is None and not any(plan.sparse) and moved.epsilon * STRIDE < min(most, moved.bad):
+        moved = replace(moved, epsilon=moved.epsilon * STRIDE)
+        plan = place(*by_error(profile, moved.epsilon, config.periphery), price, before.plan)
+    if before.plan is not None and moved.streak > 0 and _same(plan, before.plan):
+        plan = before.plan
+    active = any(plan.sparse) and (before.active if gap is None else _active(before.active, moved.streak, gap, config))
+    idle = before.plan is not None and not any(plan.sparse) and not any(before.plan.sparse)
+    settled = idle or (plan == before.plan and active == before.active and moved.streak > 0)
+    near = before.active or active or moved.streak > 0  # otherwise dense training may go on for long
+    interval = config.often if near and not settled else min(config.rare, control.interval * 3 // 2)
+    reason = _reason(before, active, plan, gap, config.tolerance)
+    decision = before if settled else Decision(step, active, plan, reason)
+    return replace(moved, decision=decision, gap=gap, interval=interval, due=step + interval)
+
+
+def _move(control: Control, gap: float, tolerance: float) -> Control:
+    """The next error level. Gaps grow about with the square of the error once a loss is near its minimum."""
+    epsilon = control.epsilon
+    good, bad = control.good / FORGET, min(HIGHEST, control.bad * FORGET)
+    if gap > tolerance and good > 0.9 * epsilon:
+        good = 0.0  # it held once, and no longer does
+    towards = (AIM * tolerance / max(gap, 1e-12)) ** 0.5
+    if gap > tolerance:
+        bad, streak = epsilon, min(control.streak, 0) - 1
+        target = max(min(towards, 0.9), SHRINK) * epsilon
+        epsilon = max(target, good) if streak == -1 else target
+    else:
+        good, streak = max(good, epsilon), max(control.streak, 0) + 1
+        if gap < CALM * tolerance:
+            epsilon = min(min(towards, GROW) * epsilon, max((epsilon * bad) ** 0.5, epsilon))
+    return replace(control, epsilon=min(max(epsilon, LOWEST), HIGHEST), good=good, bad=bad, streak=streak)
+
+
+def _active(before: bool, streak: int, gap: float, config: SparsityConfig) -> bool:
+    assert config.tolerance is not None
+    if before:
+        return gap <= ALARM * config.tolerance and streak > -2
+    return streak >= 2
+
+
+def _fixed(
+    control: Control, config: SparsityConfig, profile: SparsityProfile, gap: float | None, step: int, price: Price
+) -> Control:
+    """Budgets that the loss does not move: given ones, or DSV's rule."""
+    before = control.decision
+    if config.budget is not None:
+        budgets, pooled = at_budget(profile, config.budget, config.periphery)
+        plan = place(budgets, pooled, price, before.plan)
+    else:
+        plan = by_mass(profile, config.dsv_mass, config.dsv_threshold)
+    if before.plan is not None and _same(plan, before.plan):
+        plan = before.plan
+    settled = before.active and plan == before.plan
+    interval = min(config.rare, control.interval * 3 // 2) if settled else config.often
+    active = any(plan.sparse)
+    reason = "as configured" if active else "sparse attention does not pay in any layer"
+    decision = before if settled else Decision(step, active, plan, reason)
+    return replace(control, decision=decision, gap=gap, interval=interval, due=step + interval)
+
+
+def smallest_budget(error: Tensor, budgets: Sequence[float], epsilon: float) -> Tensor:
+    """(..., ) float64: the smallest budget, interpolated, where error (..., K) is within epsilon; 1 has no error.
+
+    Never below the smallest profiled budget. An error that is not lower at a larger budget is noise, and taken down.
+    """
+    curve = torch.cat([error.double(), torch.zeros_like(error[..., :1], dtype=torch.float64)], -1).cummin(-1).values
+    ends = torch.tensor([*budgets, 1.0], dtype=torch.float64)
+    right = (curve > epsilon).sum(-1)  # the last one is 0, so this is at most K
+    left = (right - 1).clamp(min=0)
+    high, low = (curve.gather(-1, i.unsqueeze(-1)).squeeze(-1) for i in (left, right))
+    share = torch.where(right > 0, (high - epsilon) / (high - low).clamp(min=1e-12), 1.0)
+    return ends[left] + share * (ends[right] - ends[left])
+
+
+def by_error(profile: SparsityProfile, epsilon: float, periphery: str) -> tuple[Tensor, Tensor]:
+    """Budgets (L, H) and pooled heads (L, H) at one error level, by the predictor's own choice of tiles."""
+    found = profile.stacked()
+    drop = smallest_budget(found.error_drop, profile.budgets, epsilon)
+    pool = smallest_budget(found.error_pool, profile.budgets, epsilon)
+    pooled = _choice(periphery, pool + POOL_WORK < drop)
+    return torch.where(pooled, pool, drop), pooled
+
+
+def most_useful(profile: SparsityProfile, periphery: str) -> float:
+    """The error level at which every head has the smallest budget. A higher one would only be slow to come back."""
+    found = profile.stacked()
+    drop, pool = found.error_drop[..., 0], found.error_pool[..., 0]
+    return float(torch.where(_choice(periphery, pool < drop), pool, drop).max())
+
+
+def at_budget(profile: SparsityProfile, budget: float | Sequence[float], periphery: str) -> tuple[Tensor, Tensor]:
+    """Budgets (L, H) as given, one or one per head, and the periphery with the smaller error there (L, H)."""
+    found = profile.stacked()
+    layers, heads, _ = found.error_drop.shape
+    budgets = torch.as_tensor(budget, dtype=torch.float64).expand(layers, heads)
+    nearest = (torch.tensor(profile.budgets) - budgets.unsqueeze(-1)).abs().argmin(-1, keepdim=True)
+    drop, pool = (error.gather(-1, nearest).squeeze(-1) for error in (found.error_drop, found.error_pool))
+    return budgets, _choice(periphery, pool < 0.97 * drop)
+
+
+def by_mass(profile: SparsityProfile, mass: float, threshold: float) -> Plan:
+    """DSV's rule: per head the smallest budget whose tiles hold `mass`; layers that keep more than `threshold` dense.
+
+    The paper's threshold is on a block's sparsity; its value is not published, so it is a setting here.
+    """
+    budgets = smallest_budget(1 - profile.stacked().recall_predicted, profile.budgets, 1 - mass)
+    plan = _plan(budgets, torch.zeros_like(budgets, dtype=torch.bool))
+    return replace(plan, sparse=tuple((budgets.mean(-1) <= threshold).tolist()))
+
+
+def place(budgets: Tensor, pooled: Tensor, price: Price, before: Plan | None) -> Plan:
+    """The plan of budgets and pooled heads (L, H), each layer sparse where that is cheaper than dense."""
+    plan = _plan(budgets, pooled)
+    sparse = []
+    for index, (row, far) in enumerate(zip(plan.budgets, plan.pooled, strict=True)):
+        ours, dense = price(row, far)
+        stays = before is not None and before.sparse[index]
+        sparse.append(ours < (LEAVE if stays else ENTER) * dense)
+    return replace(plan, sparse=tuple(sparse))
+
+
+def heads(profiles: Sequence[HeadProfile]) -> Tensor:
+    """All numbers of a model's profiles in one float32 tensor (6, L, H, K), to reduce over ranks in one go."""
+    return torch.stack([torch.stack(list(vars(layer).values())) for layer in profiles], 1)
+
+
+def unstack(numbers: Tensor) -> list[HeadProfile]:
+    """Undoes `heads`."""
+    names = list(HeadProfile.__dataclass_fields__)
+    return [HeadProfile(**dict(zip(names, layer, strict=True))) for layer in numbers.unbind(1)]
+
+
+def _choice(periphery: str, auto: Tensor) -> Tensor:
+    return auto if periphery == "auto" else torch.full_like(auto, periphery == "pool")
+
+
+def _plan(budgets: Tensor, pooled: Tensor) -> Plan:
+    return Plan(
+        tuple(tuple(row) for row in budgets.tolist()),
+        tuple(tuple(row) for row in pooled.tolist()),
+        (True,) * len(budgets),
+    )
+
+
+def _same(plan: Plan, other: Plan) -> bool:
+    """Near enough to leave things as they are. Larger budgets where error rose are always taken."""
+    if plan.sparse != other.sparse or plan.pooled != other.pooled:
+        return False
+    return all(
+        old * (1 - SAME) <= new <= old * (1 + SAME / 2)
+        for row, old_row in zip(plan.budgets, other.budgets, strict=True)
+        for new, old in zip(row, old_row, strict=True)
+    )
+
+
+def _reason(before: Decision, active: bool, plan: Plan, gap: float | None, tolerance: float) -> str:
+    if not any(plan.sparse):
+        return "sparse attention does not pay in any layer at this error level"
+    if gap is None:
+        return "a first plan to measure"
+    if active != before.active:
+        return "the gap held twice" if active else "the gap is too large"
+    return "the gap is above the tolerance" if gap > tolerance else "errors or the gap moved"

@@ -1,0 +1,60 @@
+"""What a handle prints of itself: a table of layers. Shapes: H heads, K budgets of a profile."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from foveate.sparsity.controller import Control
+from foveate.sparsity.profile import HeadProfile, SparsityProfile
+
+COLUMNS = ("layer", "attention", "kept", "least head", "most head", "pooled", "error", "recall")
+
+
+def table(control: Control, profile: SparsityProfile, step: int) -> Table:
+    """A row a layer: sparse or dense, kept share, pooled heads, measured error and recall at what is kept."""
+    decision, plan = control.decision, control.decision.plan
+    gap = "not measured" if control.gap is None else f"{100 * control.gap:+.3f} %"
+    found = Table(
+        title=f"foveate, step {step}: {'sparse' if decision.active else 'dense'}, {decision.reason}; gap {gap}, "
+        f"error level {control.epsilon:.3f}, next measurement at step {control.due}"
+    )
+    for name in COLUMNS:
+        found.add_column(name, justify="left" if name in COLUMNS[:2] else "right")
+    for index, layer in enumerate(profile.layers):
+        if plan is None or layer is None:
+            found.add_row(str(index), "dense", *["-"] * 6)
+            continue
+        row, pooled = plan.budgets[index], plan.pooled[index]
+        error, recall = expected(layer, profile.budgets, row, pooled)
+        state = "sparse" if plan.sparse[index] and decision.active else "dense"
+        shares = (f"{100 * x:.1f} %" for x in (sum(row) / len(row), min(row), max(row)))
+        found.add_row(str(index), state, *shares, f"{sum(pooled)} of {len(pooled)}", f"{error:.3f}", f"{recall:.3f}")
+    return found
+
+
+def as_text(shown: Table) -> str:
+    console = Console(width=120, no_color=True)
+    with console.capture() as captured:
+        console.print(shown)
+    return captured.get()
+
+
+def expected(
+    layer: HeadProfile, points: Sequence[float], budgets: Sequence[float], pooled: Sequence[bool]
+) -> tuple[float, float]:
+    """Mean output error and recall of a layer's heads at these budgets (H), as profiled at `points` (K)."""
+    error = torch.where(torch.tensor(list(pooled))[:, None], layer.error_pool, layer.error_drop)
+    return tuple(
+        sum(_at([*points, 1.0], [*row, end], x) for row, x in zip(curve.tolist(), budgets, strict=True)) / len(budgets)
+        for curve, end in ((error, 0.0), (layer.recall_predicted, 1.0))
+    )  # type: ignore[return-value]
+
+
+def _at(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    for (x0, y0), (x1, y1) in pairwise(zip(xs, ys, strict=True)):
+        if x <= x1:
+            return y0 + (y1 - y0) * max(0.0, x - x0) / (x1 - x0)
+    return ys[-1]
