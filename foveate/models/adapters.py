@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from foveate.attention import Layer, Policy
 from foveate.models.cogvideox import CogVideoXProcessor, cogvideox_grid
 from foveate.models.ltx import LTXProcessor, ltx_grid
-from foveate.models.processor import Context, Processor
+from foveate.models.processor import Context, Processor, share_compiled_blocks
 from foveate.models.wan import WanProcessor, wan_grid
 from foveate.tiles import VideoGrid
 
@@ -49,7 +49,7 @@ class Adapter:
     text_first: bool = False
 
 
-TABLE = (
+TABLE = [
     Adapter(model="VideoDiT", attentions=r"blocks\.\d+"),
     Adapter(
         model="WanTransformer3DModel",
@@ -80,7 +80,7 @@ TABLE = (
         processor=LTXProcessor,
         replaces=("LTXVideoAttnProcessor",),
     ),
-)
+]
 
 
 def find(model: nn.Module) -> Adapter:
@@ -169,6 +169,7 @@ class _ProcessorsInstalled(Installed):
     def _enter(self) -> None:
         root, adapter = self._root, self.adapter
         assert adapter.processor is not None
+        share_compiled_blocks()
         self._inputs = tuple(inspect.signature(type(root).forward).parameters)[1:]
         self._processors = [adapter.processor(self._context, index, name) for index, name in enumerate(self.layers)]
         self._originals = [attention.processor for attention in self._attentions.values()]

@@ -69,7 +69,7 @@ class Processor:
     """Base of the processors: subclasses are called as diffusers calls its own and end in `attend`."""
 
     def __init__(self, context: Context, index: int, name: str):
-        self.context, self.index, self.name = context, index, name
+        self.context, self.foveate_layer, self.name = context, index, name
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B, S, H, D), k and v (B, S, G, D) in the model's token order -> out (B, S, H, D), same order, q's dtype.
@@ -87,7 +87,9 @@ class Processor:
             )
         dtype = q.dtype
         q, k, v = (_Reorder.apply(x.to(v.dtype), call.to_tiles, call.to_model) for x in (q, k, v))
-        layer = Layer(self.index, self.name, call.grid, call.step, call.branch)
+        # To the compiler a name is a constant, for which every block would be compiled anew.
+        name = "" if torch.compiler.is_compiling() else self.name
+        layer = Layer(self.foveate_layer, name, call.grid, call.step, call.branch)
         with torch.autocast(q.device.type, enabled=False):
             out = self.context.policy(layer, q, k, v)
         return _Reorder.apply(out, call.to_model, call.to_tiles).to(dtype)
@@ -114,6 +116,18 @@ class _Reorder(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor):
         order, inverse = ctx.saved_tensors
         return _Reorder.apply(grads[0], inverse, order), None, None
+
+
+def share_compiled_blocks() -> None:
+    """Let torch.compile keep one graph for all blocks, where it compiles them one by one.
+
+    It takes a module's integers for constants, and would compile every block anew for its layer's number. This names
+    that one number, and nothing else, to it as an input.
+    """
+    config: Any = torch.compiler.config
+    ours = r".*\.foveate_layer"
+    if ours not in config.dynamic_sources:
+        config.dynamic_sources = ",".join(filter(None, [config.dynamic_sources, ours]))
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
