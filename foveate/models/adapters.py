@@ -205,7 +205,7 @@ class _ProcessorsInstalled(Installed):
         self._context.enter(self.adapter.grid(root.config, inputs), inputs["hidden_states"].device)
 
     def _after(self, root: Any, args: tuple, output: Any) -> None:
-        self._context.remember(output[0])
+        self._context.remember(output if isinstance(output, Tensor) else output[0])
 
     @contextmanager
     def _during(self, name: str, **where: Any) -> Iterator[None]:
