@@ -144,7 +144,8 @@ def _attend(
     if hasattr(module, "check"):
         checked = {name: value for name, value in options.items() if name != "words"}
         module.check(q, k, v, deterministic=deterministic, **checked)
-    out, lse = module.forward(q, k, v, **options)
+    with torch.autocast(q.device.type, enabled=False):  # kernels choose their own precisions
+        out, lse = module.forward(q, k, v, **options)
     return out.contiguous(), lse.contiguous()
 
 
@@ -174,7 +175,8 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The one backward, of every kernel: it takes the (out, lse) that the forward returned."""
     options = _options(words, pooled, query_tile, kv_tile, scale)
-    dq, dk, dv = _load(kernel, q.device.type).backward(dout, dlse, q, k, v, out, lse, **options)
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv = _load(kernel, q.device.type).backward(dout, dlse, q, k, v, out, lse, **options)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

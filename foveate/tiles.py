@@ -66,6 +66,7 @@ class VideoGrid:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # a table made while generating must serve training later
 def _order(grid: VideoGrid) -> Tensor:
     sizes = (grid.frames, grid.height, grid.width)
     axes = torch.meshgrid(*(torch.arange(n) for n in sizes), indexing="ij")

@@ -5,6 +5,7 @@ import torch
 
 from foveate.attention import Dense, Layer, attend
 from foveate.models.dit import DiTConfig, VideoDiT, rotary_table, rotate
+from foveate.tiles import Selection
 
 SMALL = DiTConfig(width=64, depth=2, heads=2)
 
@@ -102,3 +103,24 @@ def test_bad_shapes_are_refused(make) -> None:
 def test_dense_policy_is_attend() -> None:
     q, k, v = torch.randn(3, 1, 9, 2, 32)
     assert torch.equal(Dense()(Layer(0, "x", SMALL.grid(1, 4, 4)), q, k, v), attend(q, k, v).out)
+
+
+def test_training_works_after_generating_on_the_same_grid() -> None:
+    model, x, sigma = awake(SMALL), torch.randn(1, 3, 3, 12, 20), torch.tensor([0.3])
+    with torch.inference_mode():
+        model(x, sigma)
+    model(x, sigma).sum().backward()
+    assert model.embed.weight.grad is not None
+
+
+def test_autocast_reaches_the_linear_layers_and_leaves_attention_alone() -> None:
+    grid = SMALL.grid(4, 16, 20)
+    model, x, sigma = awake(SMALL), torch.randn(1, 3, 4, 16, 20), torch.tensor([0.3])
+    tiles = grid.tiles()
+    selection = Selection.from_dense(torch.ones(1, 2, tiles, tiles, dtype=torch.bool), grid)
+    exact = model(x, sigma)
+    model.policy = lambda layer, q, k, v: attend(q, k, v, selection, periphery="pool").out
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(x, sigma)
+    rounded.sum().backward()
+    assert (rounded - exact).norm() / exact.norm() < 0.03

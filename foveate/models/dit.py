@@ -165,6 +165,7 @@ def sinusoids(sigma: Tensor, dim: int) -> Tensor:
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)  # as for the tile order: cached, so it must serve training too
 def rotary_table(grid: VideoGrid, dim: int) -> Tensor:
     """Unit complex numbers (S, dim / 2), raster order, to rotate pairs by: a third of the pairs for each axis."""
     pairs = dim // 2
