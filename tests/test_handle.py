@@ -147,6 +147,7 @@ def test_paired_losses_are_those_of_the_loss_function(given: str, monkeypatch: p
 def test_the_gap_counts_the_shift_of_a_model_bent_to_its_pattern() -> None:
     assert pairs.gap([pairs.Pair(1.0, 1.02, 0.01), pairs.Pair(1.0, 1.0, 0.01)]) == pytest.approx(0.01)
     assert pairs.gap([pairs.Pair(1.0, 0.9, 0.1)]) == pytest.approx(0.1)
+    assert pairs.gap([pairs.Pair(1.0, 0.99, 0.1)], weight=0.2) == pytest.approx(0.02)
     assert pairs.Pair.of((1.0, None), (0.9, None)).shift == pytest.approx(0.1)
 
 
@@ -308,6 +309,24 @@ def test_compiled_whole_without_breaks_or_recompilation() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_compiled_and_checkpointed_recomputes_the_same_selection() -> None:
+    model, plain = make_model(), make_model()
+    handle, whole = sparse_handle(model), sparse_handle(plain)
+    handle.policy.load_state_dict(whole.policy.state_dict())
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+    seen, chosen = [learner.seen for learner in handle.policy.learners], spy(handle.policy)
+    for run, its in ((torch.compile(model, backend="aot_eager", fullgraph=True), handle), (plain, whole)):
+        its.policy.learning = True
+        run.zero_grad()
+        run(clip(3), torch.tensor([0.3])).square().mean().backward()
+    assert [learner.seen for learner in handle.policy.learners] == [count + 1 for count in seen]
+    for first, again in chosen.values():
+        assert torch.equal(first, again)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
+
+
 def test_sparsifying_the_compiled_module_measures_without_a_closure() -> None:
     model = make_model()
     compiled = torch.compile(model, backend="aot_eager")
@@ -352,6 +371,17 @@ def test_training_free_generation_teaches_in_its_first_steps() -> None:
     handle.remove()
     exact = generate(model, clip(0), steps=6)
     assert (clips[0] - exact).norm() / exact.norm() < 0.02
+
+
+def test_training_free_steps_are_those_of_the_pipeline_where_it_tells_them() -> None:
+    model = make_model().eval()
+    handle = sparsify(model, SparsityConfig(budget=0.4, training_free_steps=2, force=True))
+    for step in (0, 1, 2, 3, 0):  # the last one is another generation
+        for branch in ("cond", "uncond"):
+            handle.installed.set_context(step=step, branch=branch)
+            with torch.no_grad():
+                model(clip(step), torch.tensor([0.5]))
+    assert handle.policy.computed == {"dense": 2 * 2 * 3, "sparse": 2 * 2 * 2, "random": 0}
 
 
 RANKS = """

@@ -24,6 +24,8 @@ class SparsityConfig:
     often, rare: steps between measurements: `often` at first and while things change, up to `rare` when settled.
     pairs: consecutive steps whose paired losses make one measurement.
     teach_every: sparse steps between two lessons of the predictors (each dense step is one).
+    shift: how much a change of the output counts where the loss does not show it, 0 ... 1 (sparsity/pairs.py). A model
+        in sparse training bends to its own pattern; at 0 its loss alone is asked, which soon says that all is well.
     loss_weight: w of a loss w * mean((y - target)^2): 1 / k where gradients of k micro-batches accumulate.
     training_free_steps: inference on an untouched model: so many denoising steps run dense and teach, then `budget`.
     force: sparse even where the saved costs say that dense is faster.
@@ -43,6 +45,7 @@ class SparsityConfig:
     rare: int = 1000
     pairs: int = 2
     teach_every: int = 4
+    shift: float = 1.0
     loss_weight: float = 1.0
     training_free_steps: int = 0
     force: bool = False
@@ -66,6 +69,8 @@ class SparsityConfig:
             raise ValueError(
                 f"warmup must be at least 0 and loss_weight above 0, got {self.warmup}, {self.loss_weight}"
             )
+        if not 0 <= self.shift <= 1:
+            raise ValueError(f"shift must lie in 0 ... 1, got {self.shift}")
         if not (0 < self.dsv_mass < 1 and 0 < self.dsv_threshold <= 1):
             raise ValueError(f"dsv_mass and dsv_threshold are fractions, got {self.dsv_mass}, {self.dsv_threshold}")
 

@@ -62,15 +62,15 @@ def sparsify(
 
 
 class Handle:
-    """What `sparsify` gives back. `policy`, `profile`, `control` may be read; `decision` is what holds now."""
+    """What `sparsify` gives back. `policy`, `profile`, `control` and `installed` (models/adapters.py) may be read."""
 
     def __init__(
         self, model: nn.Module, config: SparsityConfig, reduce: Reduce | None, log: Log, costs: prices.Costs | None
     ):
         self.config, self.reduce, self.log, self.steps = config, reduce, log, 0
-        self._installed = adapters.install(model, Dense())
-        self.policy = _policy(self._installed, config, next(model.parameters()).device)
-        self._installed.policy = self.policy
+        self.installed = adapters.install(model, Dense())
+        self.policy = _policy(self.installed, config, next(model.parameters()).device)
+        self.installed.policy = self.policy
         inner = unwrapped(model)
         self.policy.training = lambda: inner.training
         self.policy.freeze()
@@ -162,7 +162,7 @@ class Handle:
         return True
 
     def _decide(self, compared: bool) -> None:
-        found = gap(self._pairs) if compared else None
+        found = gap(self._pairs, self.config.shift) if compared else None
         self._pairs = []
         before = self.control
         self.control = controller.advance(before, self.config, self.profile, found, self.steps, self._price)
@@ -279,7 +279,7 @@ class Handle:
     def remove(self) -> None:
         """Give the model back as it was."""
         self._probe.remove()
-        self._installed.remove()
+        self.installed.remove()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

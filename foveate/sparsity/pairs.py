@@ -42,10 +42,10 @@ class Pair:
         return cls(dense[0], sparse[0], shift)
 
 
-def gap(pairs: Sequence[Pair]) -> float:
-    """Relative increase of the loss through sparse attention, over all pairs."""
+def gap(pairs: Sequence[Pair], weight: float = 1.0) -> float:
+    """Relative increase of the loss through sparse attention, over all pairs; `weight` is that of the shift."""
     dense, sparse, shift = (sum(getattr(pair, name) for pair in pairs) for name in ("dense", "sparse", "shift"))
-    return max(sparse - dense, shift) / max(dense, 1e-30)
+    return max(sparse - dense, weight * shift) / max(dense, 1e-30)
 
 
 @dataclass
