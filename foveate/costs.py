@@ -43,11 +43,11 @@ class Machine:
     call_ms: float
 
 
-# cpu: fitted to the `torch` backend on one x86-64 core, November 2026 (docs/log.md, Controller). cuda: a guess between
-# the sketches and flash-attn-4 on an H200 (a table replaces it).
+# cpu: fitted to the `torch` backend on one x86-64 core, November 2026 (docs/log.md, Controller). cuda: cuDNN dense and
+# the first Triton kernels on an H200, from 131k tokens; a table replaces it.
 MACHINES = {
-    "cpu": Machine(1e11, 0.06, 2.0, 0.10, 0.35, 0.025, 1.0),
-    "cuda": Machine(4e14, 0.01, 1.2, 0.04, 0.1, 0.04, 0.2),
+    "cpu": Machine(1.15e11, 0.04, 1.8, 0.05, 0.17, 0.02, 1.0),
+    "cuda": Machine(5.6e14, 0.01, 1.2, 0.04, 0.1, 0.04, 0.2),
 }
 
 

@@ -287,6 +287,7 @@ def test_profiles_travel_as_one_tensor() -> None:
         ({"query_tile": 32}, "query_tile"),
         ({"backend": "magic"}, "backend"),
         ({"often": 0}, "often"),
+        ({"shift": 2.0}, "shift"),
         ({"rare": 10}, "rare"),
         ({"training_free_steps": 3}, "needs a budget"),
     ],

@@ -3,6 +3,7 @@
 CASES 13 (checkpointing, compile), 15, 20, 21, 25 and 27.
 """
 
+import copy
 import json
 import logging
 import os
@@ -241,6 +242,21 @@ def test_remove_restores_and_it_can_be_done_again() -> None:
         again.remove()
         with torch.no_grad():
             assert torch.equal(model(clip(0), torch.tensor([0.5])), before)
+
+
+def test_models_may_be_made_on_meta_and_copied() -> None:
+    with torch.device("meta"):
+        model = VideoDiT(make_model().config)
+    handle = sparsify(model, SparsityConfig(budget=0.25, **FAST))
+    model.to_empty(device="cpu").load_state_dict(make_model().state_dict())
+    train(model, range(6), lambda _: handle.step())
+    assert handle.decision.active
+    copied = copy.deepcopy(model).eval()
+    seen = [learner.seen for learner in handle.policy.learners]
+    with torch.no_grad():
+        expected, found = (its.eval()(clip(1), torch.tensor([0.5])) for its in (model, copied))
+    assert torch.equal(expected, found)
+    assert [learner.seen for learner in handle.policy.learners] == seen
 
 
 def test_another_size_in_one_process_uses_nothing_stale() -> None:

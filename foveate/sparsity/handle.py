@@ -69,7 +69,8 @@ class Handle:
     ):
         self.config, self.reduce, self.log, self.steps = config, reduce, log, 0
         self.installed = adapters.install(model, Dense())
-        self.policy = _policy(self.installed, config, next(model.parameters()).device)
+        self._device = next(model.parameters()).device
+        self.policy = _policy(self.installed, config, self._device)
         self.installed.policy = self.policy
         inner = unwrapped(model)
         self.policy.training = lambda: inner.training
@@ -77,7 +78,7 @@ class Handle:
         self.control = controller.begin(config)
         self.profile = SparsityProfile.empty(len(self.policy.learners))
         self._probe = Probe(model, self.policy, self._before_forward)
-        self._costs, self._device = costs, next(model.parameters()).device
+        self._costs = costs
         self._pairs: list[Pair] = []  # of the measurement that has begun
         self._synced = self._placed = False  # all ranks' predictors have one origin; training-free layers are priced
         if config.training_free_steps:
@@ -290,6 +291,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _policy(installed: adapters.Installed, config: SparsityConfig, device: torch.device) -> Sparse:
+    device = torch.device("cpu") if device.type == "meta" else device  # the policy follows its queries later
     return Sparse(
         len(installed.layers), installed.heads, installed.dim,
         budget=1.0 if config.budget is None else config.budget,
