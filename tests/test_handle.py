@@ -431,7 +431,7 @@ if kind == "fsdp_last":
     model = shard(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 for step in range(12):
-    x = clip(100 * step + rank)
+    x = clip(100 * step + rank, (1, 3, 8, 16, 16 + 16 * rank))  # of another length on each rank
     (model(x, torch.tensor([0.3])) + x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -442,6 +442,7 @@ state = handle.state_dict()
 dist.all_gather_object(found, [handle.control, state["predictors"]])
 (control, mine), (other, theirs) = found
 assert control == other, found
+assert handle.state_dict()["control"]["tokens"] == 768
 shared = [name for name in mine if name.partition(".")[2] in ("weights", "first", "second")]
 assert all(torch.equal(mine[name], theirs[name]) for name in shared)
 assert not torch.equal(mine["0.moments.cq"], torch.zeros_like(mine["0.moments.cq"]))

@@ -79,6 +79,7 @@ class Handle:
         self.profile = SparsityProfile.empty(len(self.policy.learners))
         self._probe = Probe(model, self.policy, self._before_forward)
         self._costs = costs
+        self._tokens = 0.0  # of a sequence, mean over ranks
         self._pairs: list[Pair] = []  # of the measurement that has begun
         self._synced = self._placed = False  # all ranks' predictors have one origin; training-free layers are priced
         if config.training_free_steps:
@@ -127,8 +128,9 @@ class Handle:
     def _measure(self, closure: Callable[[], Tensor] | None, loss: float | None) -> None:
         """One pair, and after the last pair of a measurement the profile and a decision."""
         plan = self.decision.plan
-        first, last = not self._pairs, len(self._pairs) + 1 >= self.config.pairs or plan is None
+        first = not self._pairs
         compare = plan is not None and any(plan.sparse)
+        last = not compare or len(self._pairs) + 1 >= self.config.pairs
         run = self._probe.runs(closure, loss, self.config.loss_weight)
         with self.policy.using("dense"), self.policy.profiling() as found:
             dense = run()
@@ -150,13 +152,15 @@ class Handle:
             raise RuntimeError(f"layers {missing} did not call the policy: was their attention processor replaced?")
         numbers = controller.heads([found[index] for index in range(len(found))])
         self._device = numbers.device
-        losses = torch.tensor(astuple(self._pairs[-1]), device=numbers.device)
-        measured = torch.cat([numbers.flatten(), losses])
+        tokens = max(self.policy.tokens.values())  # ranks may have clips of different lengths
+        others = torch.tensor([*astuple(self._pairs[-1]), tokens], device=numbers.device)
+        measured = torch.cat([numbers.flatten(), others])
         reduced = (measured if self.reduce is None else self.reduce(measured)).cpu()
         if not bool(reduced.isfinite().all()):
             return False
-        self._pairs[-1] = Pair(*reduced[-3:].tolist())
-        for index, layer in enumerate(controller.unstack(reduced[:-3].view(numbers.shape))):
+        *losses, self._tokens = reduced[-4:].tolist()
+        self._pairs[-1] = Pair(*losses)
+        for index, layer in enumerate(controller.unstack(reduced[:-4].view(numbers.shape))):
             # The pairs of one measurement are a few steps apart: together they are one look at the model.
             decay = MEMORY if first else 1 - (1 - MEMORY) / len(self._pairs)
             self.profile = self.profile.updated(index, layer, self.steps, decay)
@@ -173,12 +177,12 @@ class Handle:
 
     def _price(self, budgets: Sequence[float], pooled: Sequence[bool]) -> tuple[float, float]:
         """Milliseconds of a layer, sparse and dense. Where no forward has shown its length yet, sparse is free."""
-        if self.config.force or not self.policy.shapes:
+        if self.config.force or not self._tokens:
             return 0.0, 1.0
         if self._costs is None:
             name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
             self._costs = prices.for_device(self._device.type, name)
-        tokens, heads, dim = max(self.policy.shapes.values())
+        tokens, heads, dim = round(self._tokens), self.installed.heads, self.installed.dim
         passes = ("forward_ms",) if self.config.training_free_steps else prices.PASSES
         density, share = sum(budgets) / len(budgets), sum(pooled) / len(pooled)
         sparse = self._costs.sparse(tokens, heads, dim, density, pooled=share, passes=passes)
@@ -186,16 +190,14 @@ class Handle:
 
     def _before_forward(self) -> None:
         """Training-free: once a dense forward has shown the length, is sparse attention worth it?"""
-        if not self.config.training_free_steps or self._placed or not self.policy.shapes:
+        if not self.config.training_free_steps or self._placed or not self.policy.tokens:
             return
-        self._placed = True
+        self._placed, self._tokens = True, max(self.policy.tokens.values())
         for index, (budget, pooled) in enumerate(zip(self.policy.budgets, self.policy.pooled, strict=True)):
             sparse, dense = self._price(budget.tolist(), pooled.tolist())
             self.policy.sparse_layers[index] = sparse < dense
         if not any(self.policy.sparse_layers):
-            log.info(
-                "sparse attention does not pay at %d tokens: all layers stay dense", max(self.policy.shapes.values())[0]
-            )
+            log.info("sparse attention does not pay at %d tokens: all layers stay dense", self._tokens)
 
     def _apply(self) -> None:
         """Put the decision into the policy."""
@@ -249,7 +251,7 @@ class Handle:
         control = {
             "control": asdict(self.control), "profile": self.profile.to_dict(), "steps": self.steps,
             "pairs": [asdict(pair) for pair in self._pairs], "synced": self._synced, "rank": self.config.rank,
-            "budget": _plain(self.config.budget),
+            "budget": _plain(self.config.budget), "tokens": self._tokens,
         }  # fmt: skip
         return {"predictors": self.policy.state_dict(), "control": control}
 
@@ -260,7 +262,7 @@ class Handle:
             raise ValueError(f"the predictors were saved with rank {saved['rank']}; set SparsityConfig(rank=...) to it")
         self.policy.load_state_dict(dict(state["predictors"]))
         self.control, self.profile = _control(saved["control"]), SparsityProfile.from_dict(saved["profile"])
-        self.steps, self._synced = saved["steps"], saved["synced"]
+        self.steps, self._synced, self._tokens = saved["steps"], saved["synced"], saved["tokens"]
         self._pairs = [Pair(**pair) for pair in saved["pairs"]]
         self.policy.step = self.steps
         if self.config.budget is not None and _plain(self.config.budget) != saved["budget"]:

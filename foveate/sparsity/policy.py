@@ -77,7 +77,7 @@ class Sparse:
         self._frozen: list[Predictor | None] | None = None
         self._kept: dict[int, _Kept] = {}
         self._calls = [0] * layers
-        self.shapes: dict[int, tuple[int, int, int]] = {}  # layer -> (tokens, heads, head dim) of its last call
+        self.tokens: dict[int, int] = {}  # layer -> length of its last sequence
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -89,7 +89,7 @@ class Sparse:
         """Learn and measure from one call, and say how it is to be computed: the mode, and the tiles it keeps."""
         index = layer.index
         self._settle(index, q.device)
-        self.shapes[index] = (q.shape[1], q.shape[2], q.shape[3])
+        self.tokens[index] = q.shape[1]
         again = torch._C._current_graph_task_id() >= 0  # inside a backward: recomputation
         live = grad if self.whole is None else self.whole
         free = self._free(layer, again)
