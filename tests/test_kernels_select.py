@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from foveate.kernels import select
 from foveate.kernels.bits import unpack
 
@@ -178,7 +175,7 @@ RULES = {
 }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("case", "rule"),
     [(case, "mass" if i % 2 else "budget") for i, case in enumerate(CASES)]
@@ -186,8 +183,7 @@ RULES = {
 )
 def test_fused_agrees_with_torch(case, rule):
     triton_select = pytest.importorskip("foveate.kernels.triton_select")
-    if not triton_select.INTERPRET:
-        pytest.skip("Triton was imported before this file, without its interpreter")
+    assert triton_select.INTERPRET
     compare(triton_select, torch.device("cpu"), rule=RULES[rule], **CASES[case])
 
 

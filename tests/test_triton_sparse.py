@@ -1,11 +1,7 @@
 """The Triton kernels in Triton's interpreter, on the CPU, against the oracle in float64: numbers and all gradients.
 
-The interpreter is chosen when Triton is imported, so these tests run in a process of their own.
+The interpreter is chosen when Triton is imported, so these tests run in a process of their own (test_interpreter.py).
 """
-
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,18 +14,11 @@ from foveate.kernels import bits, reference
 from foveate.kernels import triton_lists as lists
 from foveate.kernels import triton_sparse as sparse
 
-interpreted = pytest.mark.skipif(not sparse.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+interpreted = pytest.mark.interpreted
 
 # Relative L2 error against float64: out, lse, gradients. The interpreter cuts bfloat16 off where a card rounds it:
 # tests/gpu has the tolerances that count.
 TOLERANCE = {torch.float32: (2e-6, 1e-6, 5e-6), torch.float16: (1e-3, 1e-4, 2e-3), torch.bfloat16: (8e-3, 4e-4, 16e-3)}
-
-
-@pytest.mark.skipif(sparse.INTERPRETED, reason="already inside")
-def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def draw(batch, tokens, heads, groups, dim, *, query_tile=64, dtype=torch.float32, kept=0.5, seed=0):

@@ -58,8 +58,13 @@ def load(root: Path, step: int | None = None) -> tuple[dict[str, dict[str, Tenso
     if step is not None and step not in known:
         raise ValueError(f"no checkpoint of step {step} under {root}; there are {known}")
     folder = root / f"{PREFIX}{known[-1] if step is None else step:06d}"
-    parts = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
+    parts = {file.stem: aligned(load_file(file)) for file in sorted(folder.glob("*.safetensors"))}
     return parts, json.loads((folder / "state.json").read_text())
+
+
+def aligned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies: tensors of a file lie at any address, and CPU kernels may round differently where it is not aligned."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], about: dict) -> None:
@@ -75,7 +80,7 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict]:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            weights = aligned({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (not a dict)
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file ({error}); foveate loads no other kind") from None
     if "foveate" not in metadata:

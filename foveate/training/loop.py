@@ -182,6 +182,7 @@ class Trainer:
         checkpoint.save_weights(self.config.out / "model.safetensors", self.ema, self.about())
         if self.policy.ready:
             about = {name: getattr(self.config, name) for name in ("budget", "periphery", "rank")}
+            about["start"] = self.config.learn_from  # from which observation on there is a predictor
             checkpoint.save_weights(self.config.out / "predictor.safetensors", self.policy.state_dict(), about)
 
     def about(self) -> dict:
