@@ -25,12 +25,7 @@ def backward(
     """
     dim, groups = q.shape[-1], k.shape[2]
     if dlse is not None:
-        # The kernels know delta = sum(dout * out) only. A further head-dim column of value 0, output 1 and gradient
-        # -dlse makes it delta - dlse and changes nothing else; 8 columns keep the alignment kernels ask for.
-        q, k, v, out = (torch.nn.functional.pad(x, (0, 8)) for x in (q, k, v, out))
-        dout = torch.nn.functional.pad(dout, (0, 8))
-        out[..., dim] = 1.0
-        dout[..., dim] = -dlse.transpose(1, 2).to(dout.dtype)
+        dout, q, k, v, out = with_lse_gradient(dout, dlse, q, k, v, out)
     qh, kh, vh = _by_head(q, k, v)
     douth, outh = dout.transpose(1, 2).contiguous(), out.transpose(1, 2).contiguous()
     dq, dk, dv = _kernel(q)[1](douth, qh, kh, vh, outh, lse.contiguous(), scale)
@@ -38,6 +33,27 @@ def backward(
     if groups != q.shape[2]:
         dk, dv = (x.unflatten(2, (groups, -1)).sum(3) for x in (dk, dv))
     return dq, dk, dv
+
+
+def with_lse_gradient(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> list[Tensor]:
+    """dout, q, k, v, out, widened so that a kernel which knows `delta = sum(dout * out)` only uses delta - dlse.
+
+    One further head-dim column of value 0, output 1 and gradient -dlse (B, H, M) does it and changes nothing else;
+    8 columns keep the alignment that kernels ask for.
+    """
+    dim = q.shape[-1]
+    dout, q, k, v, out = (torch.nn.functional.pad(x, (0, 8)) for x in (dout, q, k, v, out))
+    out[..., dim] = 1.0
+    dout[..., dim] = -dlse.transpose(1, 2).to(dout.dtype)
+    return [dout, q, k, v, out]
+
+
+def row_kernels(device: torch.device):
+    """Forward and backward of many short rows: q (g, 1, m, D), k, v (g, 1, c, D), bias (g, 1, m, c) or None.
+
+    forward(q, k, v, scale, bias) -> out, lse; backward(dout, q, k, v, out, lse, scale, bias) -> dq, dk, dv.
+    """
+    return (_cpu_forward, _cpu_backward) if device.type == "cpu" else (_plain_forward, _plain_backward)
 
 
 def _by_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -53,12 +69,35 @@ def _kernel(q: Tensor):
     return (_efficient_forward, _efficient_backward) if q.dtype == torch.float32 else (_cudnn_forward, _cudnn_backward)
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float):
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None):
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
 
 
-def _cpu_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float):
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, False, scale=scale)
+def _cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None = None
+):
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale
+    )
+
+
+def _plain_logits(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+    logits = scale * q @ k.mT
+    return logits if bias is None else logits + bias
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None):
+    logits = _plain_logits(q, k, scale, bias)
+    return logits.softmax(-1) @ v, logits.logsumexp(-1)
+
+
+def _plain_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Tensor | None
+):
+    weights = (_plain_logits(q, k, scale, bias) - lse.unsqueeze(-1)).exp()
+    delta = (dout * out).sum(-1, keepdim=True)
+    dlogits = scale * weights * (dout @ v.mT - delta)
+    return dlogits @ k, dlogits.mT @ q, weights.mT @ dout
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float):

@@ -118,7 +118,8 @@ class Trainer:
         mode = "dense" if self.stage == 1 else "random" if config.control else "sparse"
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
-        with policy.using(mode, learning=config.sparse and not config.control), self._precision():
+        learning = config.sparse and not config.control and (self.stage == 1 or self.step % config.learn_every == 0)
+        with policy.using(mode, learning=learning), self._precision():
             value = loss(self.model, batch)
         value.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)

@@ -50,6 +50,8 @@ class TrainConfig:
     rank: int = 16
     learn_from: int = 20
     """Steps whose queries and keys give the predictors their start; they are fine-tuned on all that follow."""
+    learn_every: int = 1
+    """In stage 2 predictors are fine-tuned at every n-th step only."""
     learn_rows: int = 1
     """Query tiles a head and step that fine-tune a predictor."""
     learn_lr: float = 5e-4
@@ -92,9 +94,8 @@ def pretrain(data: Path, out: Path) -> TrainConfig:
 def demo(data: Path, out: Path) -> TrainConfig:
     """Two-stage training on two CPU cores, minutes, from the pretrained checkpoint."""
     return TrainConfig(
-        data=data, out=out, exclude=DEMO_EXCLUDE, steps=90, lr=3e-5, warmup=10, ema=0.99, start_from=CHECKPOINT,
-        budget=0.2,
-        learn_from=8, learn_rows=4, learn_lr=2e-3, stage1=12, check_every=6, checkpoint_every=30, validation_clips=2,
+        data=data, out=out, exclude=DEMO_EXCLUDE, steps=90, lr=1.5e-5, warmup=10, ema=0.99, start_from=CHECKPOINT,
+        budget=0.2, rank=24, learn_from=8, learn_every=3, learn_rows=4, learn_lr=2e-3, stage1=12, check_every=6, checkpoint_every=30, validation_clips=2,
     )  # fmt: skip
 
 
