@@ -1,6 +1,8 @@
 """foveate: sparse training and state-reusing generation for video diffusion transformers."""
 
 from foveate.attention import AttnState, Dense, Layer, Policy, attend, merge
+from foveate.sparsity.config import SparsityConfig
+from foveate.sparsity.handle import Handle, sparsify
 from foveate.sparsity.policy import Sparse
 from foveate.sparsity.predictor import Predictor
 from foveate.sparsity.profile import profile
@@ -11,14 +13,17 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "AttnState",
     "Dense",
+    "Handle",
     "Layer",
     "Policy",
     "Predictor",
     "Selection",
     "Sparse",
+    "SparsityConfig",
     "VideoGrid",
     "attend",
     "merge",
     "profile",
     "select",
+    "sparsify",
 ]

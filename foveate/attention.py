@@ -97,7 +97,7 @@ def attend(
     selection: Selection | None = None,
     *,
     scale: float | None = None,
-    periphery: str | Sequence[str] = "drop",
+    periphery: str | Sequence[str] | Tensor = "drop",
     backend: str = "auto",
     deterministic: bool = False,
 ) -> AttnState:
@@ -105,7 +105,8 @@ def attend(
 
     S is in tile order where a selection is given; any strides; float32, float16, bfloat16 (float64 on `reference`).
     scale: of the logits, 1 / sqrt(D) by default. periphery: what happens to tiles that are not selected, one value or
-    one a head: `drop`, or `pool` (each takes part as one mean key and value, log(tokens) added to its logit).
+    one a head: `drop`, or `pool` (each takes part as one mean key and value, log(tokens) added to its logit); or a bool
+    tensor (H,) on the device, True for `pool`, which CUDA graphs want.
     backend: `reference` (slow oracle), `torch` (any device), `triton` (NVIDIA), `fa4` (flash-attn-4, 128-token tiles),
     or `auto`, whose choice is logged once. deterministic: only backends whose backward repeats bit by bit.
 
@@ -252,7 +253,7 @@ def _check_selection(q: Tensor, k: Tensor, selection: Selection) -> None:
         raise ValueError(f"the selection is on {selection.words.device}, q on {q.device}; use selection.to(q.device)")
 
 
-def _pooled(periphery: str | Sequence[str], heads: int, device: torch.device) -> Tensor | None:
+def _pooled(periphery: str | Sequence[str] | Tensor, heads: int, device: torch.device) -> Tensor | None:
     """bool (H,) of heads with a pooled periphery, None where there is none."""
     if isinstance(periphery, Tensor):
         return periphery

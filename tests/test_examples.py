@@ -1,0 +1,28 @@
+"""The examples run as they stand, and do what they say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=EXAMPLES, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout + done.stderr
+
+
+def test_own_loop() -> None:
+    said = run("own_loop.py", "--steps", "40")
+    assert "step 30: loss" in said
+    assert "sparse" in said
+
+
+def test_lora_fine_tune_of_a_diffusers_model(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    pytest.importorskip("peft")
+    run("finetune_lora.py", "--tiny", "--steps", "6", "--out", str(tmp_path / "lora"))
+    assert list((tmp_path / "lora").rglob("*.safetensors"))
