@@ -14,7 +14,7 @@ from foveate.training.recipes import CHECKPOINT, TrainConfig
 console = Console()
 
 
-def demo(out: Path = Path("runs/demo"), data: Path | None = None, generate_steps: int = 12) -> int:
+def demo(out: Path = Path("runs/demo"), data: Path | None = None, generate_steps: int = 8) -> int:
     """Train a small video model dense, then sparse; check its loss; generate; write a report. Minutes on 2 CPU cores.
 
     Args:

@@ -60,7 +60,8 @@ def train_three(config: TrainConfig, console: Console) -> list[Run]:
         return [sparse]
     runs = [sparse]
     for name, change in (("dense", {"sparse": False}), ("random", {"control": True})):
-        twin = replace(config, out=config.out / name, **change)
+        # Twins decide nothing, so they are measured less often.
+        twin = replace(config, out=config.out / name, check_every=2 * config.check_every, **change)
         fork(sparse.trainer.config.out, twin.out, switch)
         runs.append(train(twin, name, console, resume=switch))
     return runs
