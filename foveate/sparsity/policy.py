@@ -99,7 +99,7 @@ class Sparse:
             if self._profiles is not None:
                 self._profiles[index] = self._profile(layer, q, k, v)
         mode = "dense" if free else self.mode
-        if mode == "sparse" and not self.sparse_layers[index]:
+        if not self.sparse_layers[index]:
             mode = "dense"
         self.computed[mode] += 1
         if mode == "dense":

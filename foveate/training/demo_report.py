@@ -46,7 +46,8 @@ def summary(config: TrainConfig, switch: int | None, seconds: float) -> str:
     turn = "it never turned sparse" if switch is None else f"it turned sparse after step {switch}"
     return (
         f"{config.steps} steps on clips of {config.frames} frames, {config.height} × {config.width} pixels, {tokens:,} "
-        f"tokens; {turn}, computing {100 * config.budget:.0f} % of the attention tiles. "
+        f"tokens; {turn}, computing {100 * config.budget:.0f} % of the attention tiles in "
+        f"{config.model.depth - len(config.dense_layers)} of {config.model.depth} layers. "
         f"{seconds / 60:.1f} minutes in all."
     )
 
@@ -126,7 +127,19 @@ def panels(runs: list[Run], clips: dict[str, Generated]) -> list[ClipPanel]:
 
 
 def tables(config: TrainConfig, seconds: float) -> dict[str, Mapping[str, object]]:
-    keep = ("budget", "periphery", "rank", "steps", "batch", "lr", "gap", "stage1", "check_every", "seed")
+    keep = (
+        "budget",
+        "dense_layers",
+        "periphery",
+        "rank",
+        "steps",
+        "batch",
+        "lr",
+        "gap",
+        "stage1",
+        "check_every",
+        "seed",
+    )
     tables: dict[str, Mapping[str, object]] = {
         "Machine": {**machine(), "threads": torch.get_num_threads(), "minutes": f"{seconds / 60:.1f}"},
         "Versions": packages(),

@@ -116,13 +116,14 @@ def checks(runs: list[Run]) -> list[Check]:
     _, dense, random = runs
     ratio = dense.seconds(1) / sparse.seconds(2)
     gap, control = sparse.validation / dense.validation - 1, random.validation / dense.validation - 1
-    layers, computed = sparse.trainer.config.model.depth, sparse.trainer.policy.computed["sparse"]
-    tokens = sparse.trainer.config.model.grid(*sparse.trainer.validation[0].clips.shape[2:]).tokens
+    shape, computed = sparse.trainer.config.model, sparse.trainer.policy.computed["sparse"]
+    layers = shape.depth - len(sparse.trainer.config.dense_layers)
+    tokens = shape.grid(*sparse.trainer.validation[0].clips.shape[2:]).tokens
     return [
         Check(
             "stage 2 is the larger part",
             steps - switch >= max(STAGE_2_STEPS, steps / 2) and computed >= (steps - switch) * layers,
-            f"{steps - switch} of {steps} steps at {tokens:,} tokens; {computed} sparse layer calls",
+            f"{steps - switch} of {steps} steps at {tokens:,} tokens; {layers} of {shape.depth} layers, {computed} calls",
         ),
         Check(
             f"sparse steps are ≥ {SPEEDUP}× faster",

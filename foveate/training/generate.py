@@ -31,8 +31,10 @@ def load_predictor(path: Path, config: DiTConfig, device: str = "cpu") -> Sparse
             f"sparse attention needs {path}, which sparse training writes; use --attention dense without it"
         )
     state, about = checkpoint.load_weights(path)
+    dense_layers = about.pop("dense_layers")
     policy = Sparse(config.depth, config.heads, config.head_dim, device=device, **about)
     policy.load_state_dict({name: tensor.to(device) for name, tensor in state.items()})
+    policy.sparse_layers = [index not in dense_layers for index in range(config.depth)]
     policy.mode = "sparse"
     return policy
 

@@ -85,6 +85,7 @@ class Trainer:
             seed=config.seed,
             device=self.device,
         )
+        policy.sparse_layers = [index not in config.dense_layers for index in range(shape.depth)]
         self.model.policy = policy
         return policy
 
@@ -183,6 +184,7 @@ class Trainer:
         checkpoint.save_weights(self.config.out / "model.safetensors", self.ema, self.about())
         if self.policy.ready:
             about = {name: getattr(self.config, name) for name in ("budget", "periphery", "rank")}
+            about["dense_layers"] = list(self.config.dense_layers)
             about["start"] = self.config.learn_from  # from which observation on there is a predictor
             checkpoint.save_weights(self.config.out / "predictor.safetensors", self.policy.state_dict(), about)
 

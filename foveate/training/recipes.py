@@ -47,6 +47,8 @@ class TrainConfig:
     sparse: bool = True
     budget: float = 0.15
     periphery: str = "pool"
+    dense_layers: tuple[int, ...] = ()
+    """Layers that stay dense in stage 2, as DSV keeps some."""
     rank: int = 16
     learn_from: int = 20
     """Steps whose queries and keys give the predictors their start; they are fine-tuned on all that follow."""
@@ -76,6 +78,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.budget <= 1:
             raise ValueError(f"budget is the kept fraction of tiles, above 0 and at most 1, got {self.budget}")
+        if not set(self.dense_layers) <= set(range(self.model.depth)):
+            raise ValueError(f"dense_layers must lie in 0 ... {self.model.depth - 1}, got {self.dense_layers}")
         if self.periphery not in ("drop", "pool"):
             raise ValueError(f"periphery must be drop or pool, got {self.periphery!r}")
         if min(self.lr, self.clip, self.gap) <= 0 or not 0 <= self.ema < 1 or not 0 <= self.decay_to <= 1:
@@ -95,7 +99,7 @@ def demo(data: Path, out: Path) -> TrainConfig:
     """Two-stage training on two CPU cores, minutes, from the pretrained checkpoint."""
     return TrainConfig(
         data=data, out=out, exclude=DEMO_EXCLUDE, steps=74, lr=1.5e-5, warmup=10, ema=0.99, start_from=CHECKPOINT,
-        budget=0.2, rank=24, learn_from=8, learn_every=3, learn_rows=4, learn_lr=2e-3, stage1=12, check_every=12,
+        budget=0.18, dense_layers=(4,), rank=24, learn_from=8, learn_every=3, learn_rows=4, learn_lr=2e-3, stage1=12, check_every=12,
         checkpoint_every=30, validation_clips=2,
     )  # fmt: skip
 
@@ -104,7 +108,7 @@ def smoke(config: TrainConfig) -> TrainConfig:
     """Any recipe shrunk to seconds: for tests and a first look."""
     small = DiTConfig(width=64, depth=2, heads=2)
     return replace(
-        config, frames=8, height=32, width=32, model=small, start_from=None, steps=12, batch=1, workers=0, stage1=4,
+        config, frames=8, height=32, width=32, model=small, start_from=None, steps=12, batch=1, workers=0, dense_layers=(), stage1=4,
         learn_from=2, check_every=2, checkpoint_every=2, validation_clips=1, budget=0.5, gap=0.5,
     )  # fmt: skip
 
