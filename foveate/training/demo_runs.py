@@ -123,7 +123,7 @@ def checks(runs: list[Run]) -> list[Check]:
         Check(
             "stage 2 is the larger part",
             steps - switch >= max(STAGE_2_STEPS, steps / 2) and computed >= (steps - switch) * layers,
-            f"{steps - switch} of {steps} steps at {tokens:,} tokens; {layers} of {shape.depth} layers, {computed} calls",
+            f"{steps - switch} of {steps} steps, {tokens:,} tokens; {layers} of {shape.depth} layers, {computed} calls",
         ),
         Check(
             f"sparse steps are ≥ {SPEEDUP}× faster",

@@ -99,8 +99,8 @@ def demo(data: Path, out: Path) -> TrainConfig:
     """Two-stage training on two CPU cores, minutes, from the pretrained checkpoint."""
     return TrainConfig(
         data=data, out=out, exclude=DEMO_EXCLUDE, steps=74, lr=1.5e-5, warmup=10, ema=0.99, start_from=CHECKPOINT,
-        budget=0.18, dense_layers=(4,), rank=24, learn_from=8, learn_every=3, learn_rows=4, learn_lr=2e-3, stage1=12, check_every=12,
-        checkpoint_every=30, validation_clips=2,
+        budget=0.18, dense_layers=(4,), rank=24, learn_from=8, learn_every=3, learn_rows=4, learn_lr=2e-3, stage1=12,
+        check_every=12, checkpoint_every=30, validation_clips=2,
     )  # fmt: skip
 
 
@@ -108,8 +108,8 @@ def smoke(config: TrainConfig) -> TrainConfig:
     """Any recipe shrunk to seconds: for tests and a first look."""
     small = DiTConfig(width=64, depth=2, heads=2)
     return replace(
-        config, frames=8, height=32, width=32, model=small, start_from=None, steps=12, batch=1, workers=0, dense_layers=(), stage1=4,
-        learn_from=2, check_every=2, checkpoint_every=2, validation_clips=1, budget=0.5, gap=0.5,
+        config, frames=8, height=32, width=32, model=small, start_from=None, steps=12, batch=1, workers=0, dense_layers=(),
+        stage1=4, learn_from=2, check_every=2, checkpoint_every=2, validation_clips=1, budget=0.5, gap=0.5,
     )  # fmt: skip
 
 
