@@ -109,7 +109,8 @@ def smoke(config: TrainConfig) -> TrainConfig:
     small = DiTConfig(width=64, depth=2, heads=2)
     return replace(
         config, frames=8, height=32, width=32, model=small, start_from=None, steps=12, batch=1, workers=0,
-        dense_layers=(), stage1=4, learn_from=2, check_every=2, checkpoint_every=2, validation_clips=1, budget=0.5, gap=0.5,
+        dense_layers=(), stage1=4, learn_from=2, check_every=2, checkpoint_every=2, validation_clips=1, budget=0.5,
+        gap=0.5,
     )  # fmt: skip
 
 
