@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any, Protocol
@@ -74,7 +74,6 @@ class Layer:
     grid: VideoGrid
     step: int | None = None
     branch: str = ""
-    extra: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 class Policy(Protocol):
