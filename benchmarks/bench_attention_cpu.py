@@ -43,7 +43,7 @@ def gate(budget: float) -> float:
 
     def run(dtype: torch.dtype, backend: str) -> list[Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-        out = attend(*leaves, selection, periphery="pool", backend=backend).out
+        out = attend(*leaves, selection=selection, periphery="pool", backend=backend).out
         return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
 
     pairs = zip(run(torch.float32, "torch"), run(torch.float64, "reference"), strict=True)
@@ -76,7 +76,9 @@ def main() -> int:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
     def sparse(q: Tensor, k: Tensor, v: Tensor, periphery: str = "drop") -> Tensor:
-        state = attend(*(x.transpose(1, 2) for x in (q, k, v)), selection, periphery=periphery, backend="torch")
+        state = attend(
+            *(x.transpose(1, 2) for x in (q, k, v)), selection=selection, periphery=periphery, backend="torch"
+        )
         return state.out.transpose(1, 2)
 
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as seen:
