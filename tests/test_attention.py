@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from foveate import AttnState, Selection, VideoGrid, attend, merge, select
+from foveate.kernels import dense
 
 TOLERANCE = 1e-5  # relative L2, float32 against float64
 CASES = 220
@@ -85,6 +86,18 @@ def test_torch_backend_equals_the_oracle(
     truth = run(*inputs, torch.float64, selection=selection, periphery=kinds, backend="reference")
     got = run(*inputs, torch.float32, selection=selection, periphery=kinds, backend="torch")
     compare(got, truth, scale=0.1)
+
+
+@pytest.mark.parametrize("periphery", ["drop", "pool"])
+def test_torch_backend_off_the_cpu_equals_the_oracle(periphery: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other devices have no fused kernel for short rows: their plain products, run here."""
+    monkeypatch.setattr(dense, "row_kernels", lambda device: (dense._plain_forward, dense._plain_backward))
+    grid = VideoGrid(5, 7, 9, text=11)
+    inputs = draw_inputs(grid, 2, 4, 2, 32, 0, strided=True)
+    mask = torch.rand(2, 4, grid.tiles(), grid.tiles(), generator=torch.Generator().manual_seed(0)) < 0.3
+    options = {"selection": Selection.from_dense(mask, grid), "periphery": periphery}
+    truth = run(*inputs, torch.float64, backend="reference", **options)
+    compare(run(*inputs, torch.float32, backend="torch", **options), truth, scale=0.1)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 111, 200])
