@@ -255,6 +255,8 @@ def _check_selection(q: Tensor, k: Tensor, selection: Selection) -> None:
 def _pooled(periphery: str | Sequence[str] | Tensor, heads: int, device: torch.device) -> Tensor | None:
     """bool (H,) of heads with a pooled periphery, None where there is none."""
     if isinstance(periphery, Tensor):
+        if periphery.dtype != torch.bool or periphery.shape != (heads,):
+            raise ValueError(f"periphery as a tensor must be bool ({heads},), got {periphery.dtype} {periphery.shape}")
         return periphery
     names = [periphery] * heads if isinstance(periphery, str) else list(periphery)
     if len(names) != heads or any(name not in PERIPHERIES for name in names):

@@ -241,6 +241,22 @@ def test_the_operator_tells_torch_the_truth() -> None:
         torch.library.opcheck(torch.ops.foveate.attend.default, (q, k, v, *arguments, 64, 64, 0.2, False))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backward_operator_returns_the_dtypes_it_promises(dtype: torch.dtype) -> None:
+    """Gradients into lse widen the inputs on the way; autograd would hide a wrong dtype, a compiled graph would not."""
+    grid = VideoGrid(1, 10, 10)
+    q, k, v, dout, dlse = draw_inputs(grid, 1, 2, 2, 32, 0, strided=False)
+    q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
+    words = Selection.from_dense(torch.ones(1, 2, 2, 2, dtype=torch.bool), grid).words
+    for chosen, kernel in ((words, "torch"), (None, "dense")):
+        out, lse = torch.ops.foveate.attend(q, k, v, chosen, None, kernel, 64, 64, 0.2, False)
+        grads = torch.ops.foveate.attend_backward(
+            dout, dlse.float(), q, k, v, out, lse, chosen, None, kernel, 64, 64, 0.2
+        )
+        assert [grad.dtype for grad in grads] == [dtype] * 3
+        assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]
+
+
 def test_checkpointing_runs_the_same_attention_again() -> None:
     grid = VideoGrid(3, 8, 9)
     q, k, v, dout, _ = draw_inputs(grid, 1, 2, 2, 32, 0, strided=False)
@@ -284,6 +300,7 @@ FULL = Selection.from_dense(torch.ones(1, 2, 2, 2, dtype=torch.bool), GRID)
         ((Q.expand(2, -1, -1, -1),) * 3, {"selection": FULL}, "batch, heads"),
         ((Q, Q, Q), {"selection": FULL, "periphery": "blur"}, "periphery"),
         ((Q, Q, Q), {"selection": FULL, "periphery": ["drop"]}, "each of 2 heads"),
+        ((Q, Q, Q), {"selection": FULL, "periphery": torch.tensor([True])}, r"must be bool \(2,\)"),
     ],
 )
 def test_bad_input_says_what_to_do(arguments: tuple, options: dict, message: str) -> None:

@@ -60,7 +60,7 @@ def backward(
     pooled: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv for outer gradients of (out, lse), which may be those of a larger attention: p = exp(s - lse)."""
-    dim = q.shape[-1]
+    dim, dtypes = q.shape[-1], (q.dtype, k.dtype, v.dtype)
     if dlse is not None:
         dout, q, k, v, out = dense.with_lse_gradient(dout.float(), dlse, q.float(), k.float(), v.float(), out.float())
     job = _Job(q, k, v, words, query_tile, kv_tile, pooled)
@@ -76,7 +76,7 @@ def backward(
         for total, part in ((dk, dkeys), (dv, dvalues)):
             total.index_add_(0, group.tiles, part.reshape(len(group.tiles), -1))
     grads = job.tokens_first(dq), job.keys_first(dk), job.keys_first(dv)
-    dq, dk, dv = (grad[..., :dim].to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
+    dq, dk, dv = (grad[..., :dim].to(dtype) for grad, dtype in zip(grads, dtypes, strict=True))
     return dq, dk, dv
 
 
