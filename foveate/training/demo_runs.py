@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from foveate.sample import generate
-from foveate.training.flow import fixed_batches, loss, stream
+from foveate.training.flow import fixed_batches, stream
 from foveate.training.loop import Trainer, open_clips
 from foveate.training.progress import watch
 from foveate.training.recipes import TrainConfig
@@ -85,7 +85,6 @@ def train(config: TrainConfig, name: str, console: Console, resume: int | None =
         trainer = Trainer(config, on_step=show)
         if resume is not None:
             trainer.resume(resume)
-            trainer.stage = 1 if name == "dense" else 2
         history = trainer.fit()
     if trainer.interrupted:
         raise KeyboardInterrupt
@@ -95,13 +94,7 @@ def train(config: TrainConfig, name: str, console: Console, resume: int | None =
 def judge(runs: list[Run], clips: int) -> list[Run]:
     """Validation losses after training: `clips` held-out windows, four noise levels each, noise paired over runs."""
     batches = fixed_batches(open_clips(runs[0].trainer.config, "val"), clips)
-    judged = []
-    for run in runs:
-        policy = run.trainer.policy
-        with torch.no_grad(), policy.using(run.name):
-            value = statistics.fmean(loss(run.trainer.model, batch).item() for batch in batches)
-        judged.append(replace(run, validation=value))
-    return judged
+    return [replace(run, validation=run.trainer.validate(run.name, batches)) for run in runs]
 
 
 def checks(runs: list[Run]) -> list[Check]:

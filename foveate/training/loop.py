@@ -8,7 +8,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -70,8 +70,7 @@ class Trainer:
         return model.to(self.device)
 
     def _policy(self) -> Sparse:
-        shape = self.config.model
-        config = self.config
+        config, shape = self.config, self.config.model
         policy = Sparse(
             shape.depth,
             shape.heads,
@@ -139,11 +138,11 @@ class Trainer:
             "budget": config.budget if self.stage == 2 else 1.0, "lr": self.optimizer.param_groups[0]["lr"],
         }  # fmt: skip
 
-    def validate(self, mode: str) -> float:
-        """Mean loss over the fixed validation clips, noise and noise levels, with attention in that mode."""
+    def validate(self, mode: str, batches: Sequence[Batch] | None = None) -> float:
+        """Mean loss over fixed batches (the run's own validation by default), with attention in that mode."""
         self.policy.step = 0  # the random control then draws the same tiles at every validation
         with torch.no_grad(), self.policy.using(mode), self._precision():
-            losses = [loss(self.model, batch) for batch in self.validation]
+            losses = [loss(self.model, batch.to(self.device)) for batch in batches or self.validation]
         return torch.stack(losses).mean().item()
 
     def _measure(self, row: dict) -> None:
@@ -207,7 +206,8 @@ class Trainer:
             }
             self.optimizer.state[weight] = {k: v if k == "step" else v.to(self.device) for k, v in found.items()}
         self.policy.load_state_dict(parts["policy"])
-        self.step, self.stage = state["step"], state["stage"]
+        # A dense run stays dense, also one that goes on from a sparse run's switch.
+        self.step, self.stage = state["step"], state["stage"] if self.config.sparse else 1
         for name in ("history.jsonl", "profiles.jsonl"):
             keep_until(self.config.out / name, self.step)
 
