@@ -67,13 +67,17 @@ def merge(first: AttnState, *others: AttnState) -> AttnState:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a policy is told about the attention it serves."""
+    """What a policy is told about the attention it serves: which layer, and where denoising stands, as far as known.
+
+    step, sigma: the denoising step and its noise level. branch: of classifier-free guidance.
+    """
 
     index: int
     name: str
     grid: VideoGrid
     step: int | None = None
     branch: str = ""
+    sigma: float | None = None
 
 
 class Policy(Protocol):

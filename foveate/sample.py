@@ -1,7 +1,9 @@
 """Generation with a flow-matching model: integrate from noise to a clip. Shapes as in `models/dit.py`."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,29 +26,42 @@ def generate(
     shift: float = 1.0,
     condition: Tensor | None = None,
     guidance: float = 1.0,
+    solver: str = "heun",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
-    """A clip from `noise` (B, C, F, Y, X) by Heun's second-order steps with an Euler last one; float32.
+    """A clip from `noise` (B, C, F, Y, X), float32.
 
+    solver: `heun`, second-order steps with an Euler last one, or `euler`, one model call a step.
     guidance: 1 uses the conditional prediction alone; other values extrapolate from the unconditional one
     (classifier-free guidance, two model calls a step). progress: told (steps done, steps).
     """
+    if solver not in ("heun", "euler"):
+        raise ValueError(f"solver must be heun or euler, got {solver!r}")
     levels = schedule(steps, shift).tolist()
     x = noise.float()
 
-    def velocity(x: Tensor, level: float) -> Tensor:
-        sigma = torch.full((len(x),), level, device=x.device)
-        wanted = model(x, sigma, condition).float()
+    def call(branch: str, x: Tensor, index: int, level: float, condition: Tensor | None) -> Tensor:
+        with _context(model, branch, step_index=index, sigma=level, num_inference_steps=steps):
+            return model(x, torch.full((len(x),), level, device=x.device), condition).float()
+
+    def velocity(x: Tensor, index: int, level: float, stage: str = "") -> Tensor:
+        wanted = call(f"cond{stage}", x, index, level, condition)
         if guidance == 1.0 or condition is None:
             return wanted
-        plain = model(x, sigma, None).float()
+        plain = call(f"uncond{stage}", x, index, level, None)
         return plain + guidance * (wanted - plain)
 
     for index, (now, then) in enumerate(pairwise(levels)):
-        slope = velocity(x, now)
-        ahead = x + (then - now) * slope
-        if then > 0:
-            slope = (slope + velocity(ahead, then)) / 2
+        slope = velocity(x, index, now)
+        if solver == "heun" and then > 0:
+            ahead = x + (then - now) * slope
+            # A trajectory of its own: at the same noise level as the next step's first call, but not at its x.
+            slope = (slope + velocity(ahead, index, then, "-ahead")) / 2
         x = x + (then - now) * slope
         progress(index + 1, steps)
     return x
+
+
+def _context(model: Any, branch: str, **where: Any) -> AbstractContextManager:
+    """diffusers' protocol: a model that wants to know where the denoising loop stands has a `cache_context`."""
+    return model.cache_context(branch, **where) if hasattr(model, "cache_context") else nullcontext()

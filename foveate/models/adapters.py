@@ -136,13 +136,14 @@ class Installed:
     def policy(self, policy: Policy) -> None:
         self._context.policy = policy
 
-    def set_context(self, *, step: int | None = None, branch: str = "") -> None:
-        """What the next forwards' layers are told: the denoising step and the CFG branch.
+    def set_context(self, *, step: int | None = None, branch: str = "", sigma: float | None = None) -> None:
+        """What the next forwards' layers are told: the denoising step, the CFG branch and the noise level.
 
         diffusers' pipelines need no call: inside its `cache_context` the branch is the context's name ("cond",
-        "uncond", "cond_uncond" for both in one batch) and the step its step_index, where the pipeline gives one.
+        "uncond", "cond_uncond" for both in one batch), the step its step_index and the noise level its sigma, where
+        the pipeline gives them. foveate's own `generate` does the same with the built-in model.
         """
-        self._context.step, self._context.branch = step, branch
+        self._context.step, self._context.branch, self._context.sigma = step, branch, sigma
 
     def remove(self) -> None:
         """Put the model back as it was, with its original processor objects. A second call does nothing."""
@@ -210,7 +211,10 @@ class _ProcessorsInstalled(Installed):
     @contextmanager
     def _during(self, name: str, **where: Any) -> Iterator[None]:
         """diffusers' `cache_context` of this model, which also tells the layers."""
-        with self._cache_context(name, **where), self._context.during(where.get("step_index"), name):
+        with (
+            self._cache_context(name, **where),
+            self._context.during(where.get("step_index"), name, where.get("sigma")),
+        ):
             yield
 
 
@@ -219,16 +223,26 @@ class _PolicyInstalled(Installed):
 
     def _enter(self) -> None:
         self._original, self._root.policy = self._root.policy, self
+        self._root.cache_context = self._during
 
     def _leave(self) -> None:
+        if vars(self._root).get("cache_context") == self._during:
+            del self._root.cache_context
         if self._root.policy is self:
             self._root.policy = self._original
         else:
             log.warning("the model has another policy than the one installed; left as it is")
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        context = self._context
-        return context.policy(Layer(layer.index, layer.name, layer.grid, context.step, context.branch), q, k, v)
+        where = self._context
+        told = Layer(layer.index, layer.name, layer.grid, where.step, where.branch, where.sigma)
+        return where.policy(told, q, k, v)
+
+    @contextmanager
+    def _during(self, name: str, **where: Any) -> Iterator[None]:
+        """What `sample.generate` says of each call, in the manner of diffusers' `cache_context`."""
+        with self._context.during(where.get("step_index"), name, where.get("sigma")):
+            yield
 
 
 def clean_name(name: str) -> str:

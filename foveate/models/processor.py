@@ -26,6 +26,7 @@ class Call:
     grid: VideoGrid
     step: int | None
     branch: str
+    sigma: float | None
     to_tiles: Tensor  # int64 (S,): for each place in tile order the token's place in the model's sequence
     to_model: Tensor  # int64 (S,): the way back
 
@@ -37,12 +38,13 @@ class Context:
         self.policy, self.text_first = policy, text_first
         self.step: int | None = None
         self.branch = ""
+        self.sigma: float | None = None
         self.call: Call | None = None
 
     def enter(self, grid: VideoGrid, device: torch.device) -> None:
         """A forward begins, on this grid."""
         orders = tile_orders(grid, self.text_first, device)
-        self.call = Call(grid, self.step, self.branch, orders[0], orders[1])
+        self.call = Call(grid, self.step, self.branch, self.sigma, orders[0], orders[1])
 
     def remember(self, output: Tensor) -> None:
         """Let the backward of this forward's output find the call again, whatever ran in between.
@@ -55,14 +57,14 @@ class Context:
             output.register_hook(lambda _: setattr(self, "call", call))
 
     @contextmanager
-    def during(self, step: int | None, branch: str) -> Iterator[None]:
-        """Another step and branch for the length of a `with`."""
-        before = self.step, self.branch
-        self.step, self.branch = step, branch
+    def during(self, step: int | None, branch: str, sigma: float | None = None) -> Iterator[None]:
+        """Another step, branch and noise level for the length of a `with`."""
+        before = self.step, self.branch, self.sigma
+        self.step, self.branch, self.sigma = step, branch, sigma
         try:
             yield
         finally:
-            self.step, self.branch = before
+            self.step, self.branch, self.sigma = before
 
 
 class Processor:
@@ -89,7 +91,7 @@ class Processor:
         q, k, v = (_Reorder.apply(x.to(v.dtype), call.to_tiles, call.to_model) for x in (q, k, v))
         # To the compiler a name is a constant, for which every block would be compiled anew.
         name = "" if torch.compiler.is_compiling() else self.name
-        layer = Layer(self.foveate_layer, name, call.grid, call.step, call.branch)
+        layer = Layer(self.foveate_layer, name, call.grid, call.step, call.branch, call.sigma)
         with torch.autocast(q.device.type, enabled=False):
             out = self.context.policy(layer, q, k, v)
         return _Reorder.apply(out, call.to_model, call.to_tiles).to(dtype)
