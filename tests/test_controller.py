@@ -266,6 +266,13 @@ def test_fixed_budgets_and_dsv() -> None:
     assert dsv.plan.sparse == (True, True)
 
 
+@pytest.mark.parametrize("goal", [{"budget": 0.1}, {"rule": "dsv"}, {"tolerance": 0.01}])
+def test_layers_that_are_to_stay_dense_do(goal: dict) -> None:
+    decision = run_controller(SparsityConfig(dense_layers=(1,), **goal), [None, 0.002], error=0.15)[-1].decision
+    assert decision.plan is not None
+    assert decision.plan.sparse == (True, False)
+
+
 def test_profiles_travel_as_one_tensor() -> None:
     layers = [layer for layer in profile_of(0.3).layers if layer is not None]
     for before, after in zip(layers, controller.unstack(controller.heads(layers)), strict=True):

@@ -111,6 +111,19 @@ def test_short_sequences_stay_dense_and_it_is_said(caplog: pytest.LogCaptureFixt
     assert any("does not pay" in record.message for record in caplog.records)
 
 
+def test_dense_layers_run_dense_and_must_exist() -> None:
+    model = make_model()
+    handle = sparse_handle(model, dense_layers=(0,))
+    before = dict(handle.policy.computed)
+    train(model, range(1), lambda _: None)
+    ran = {mode: count - before[mode] for mode, count in handle.policy.computed.items()}
+    assert ran == {"dense": 1, "sparse": 1, "random": 0}
+    handle.remove()
+    with pytest.raises(ValueError, match="count from 0"):
+        sparsify(model, SparsityConfig(budget=0.1, dense_layers=(2,)))
+    sparsify(model, SparsityConfig(budget=0.1, dense_layers=(1,))).remove()  # the refusal left nothing behind
+
+
 @pytest.mark.parametrize("given", ["gradient", "loss", "closure"])
 def test_paired_losses_are_those_of_the_loss_function(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the optimiser did since, under dropout, and at a loss scale of 1000 where the loss is given."""

@@ -17,6 +17,7 @@ class SparsityConfig:
     tolerance: allowed relative increase of the loss through sparse attention, measured in pairs.
     budget: a fixed kept fraction of the key tiles in (0, 1], one or one per head; nothing is decided by the loss.
 
+    dense_layers: layers that stay dense whatever is measured; DSV keeps the first and the last (its section 4).
     periphery: what unselected tiles do: `drop`, `pool`, or `auto`, each head's cheaper one at equal error.
     rule: `error`, or `dsv`, DSV's own (arXiv 2502.07590): per head the smallest budget that holds `dsv_mass` of the
         attention mass, dropped periphery, and a layer is sparse where its mean budget is at most `dsv_threshold`.
@@ -33,6 +34,7 @@ class SparsityConfig:
 
     tolerance: float | None = None
     budget: float | Sequence[float] | None = None
+    dense_layers: Sequence[int] = ()
     periphery: Literal["auto", "drop", "pool"] = "auto"
     rank: int = 16
     query_tile: int = 64
@@ -65,6 +67,8 @@ class SparsityConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.rare < self.often:
             raise ValueError(f"rare must be at least often, {self.often}, got {self.rare}")
+        if any(index < 0 for index in self.dense_layers):
+            raise ValueError(f"dense_layers are counted from 0, got {tuple(self.dense_layers)}")
         if self.warmup < 0 or self.loss_weight <= 0:
             raise ValueError(
                 f"warmup must be at least 0 and loss_weight above 0, got {self.warmup}, {self.loss_weight}"

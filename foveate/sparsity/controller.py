@@ -95,10 +95,10 @@ def advance(
     moved = _move(control, 0.0 if gap is None else gap, config.tolerance)
     most = max(LOWEST, most_useful(profile, config.periphery))
     moved = replace(moved, epsilon=min(moved.epsilon, most), streak=0 if gap is None else moved.streak)
-    plan = place(*by_error(profile, moved.epsilon, config.periphery), price, before.plan)
+    plan = place(*by_error(profile, moved.epsilon, config.periphery), price, before.plan, config.dense_layers)
     while gap is None and not any(plan.sparse) and moved.epsilon * STRIDE < min(most, moved.bad):
         moved = replace(moved, epsilon=moved.epsilon * STRIDE)
-        plan = place(*by_error(profile, moved.epsilon, config.periphery), price, before.plan)
+        plan = place(*by_error(profile, moved.epsilon, config.periphery), price, before.plan, config.dense_layers)
     if before.plan is not None and moved.streak > 0 and _same(plan, before.plan):
         plan = before.plan
     active = any(plan.sparse) and (before.active if gap is None else _active(before.active, moved.streak, gap, config))
@@ -143,9 +143,9 @@ def _fixed(
     before = control.decision
     if config.budget is not None:
         budgets, pooled = at_budget(profile, config.budget, config.periphery)
-        plan = place(budgets, pooled, price, before.plan)
+        plan = place(budgets, pooled, price, before.plan, config.dense_layers)
     else:
-        plan = by_mass(profile, config.dsv_mass, config.dsv_threshold)
+        plan = by_mass(profile, config.dsv_mass, config.dsv_threshold, config.dense_layers)
     if before.plan is not None and _same(plan, before.plan):
         plan = before.plan
     settled = before.active and plan == before.plan
@@ -196,24 +196,26 @@ def at_budget(profile: SparsityProfile, budget: float | Sequence[float], periphe
     return budgets, _choice(periphery, pool < 0.97 * drop)
 
 
-def by_mass(profile: SparsityProfile, mass: float, threshold: float) -> Plan:
-    """DSV's rule: per head the smallest budget whose tiles hold `mass`; layers that keep more than `threshold` dense.
+def by_mass(profile: SparsityProfile, mass: float, threshold: float, dense: Sequence[int] = ()) -> Plan:
+    """DSV's rule: per head the smallest budget whose tiles hold `mass`; layers above `threshold` stay dense.
 
-    The paper's threshold is on a block's sparsity; its value is not published, so it is a setting here.
+    So do those of `dense`. The paper's threshold is on a block's sparsity; its value is not published, so it is a
+    setting here.
     """
     budgets = smallest_budget(1 - profile.stacked().recall_predicted, profile.budgets, 1 - mass)
     plan = _plan(budgets, torch.zeros_like(budgets, dtype=torch.bool))
-    return replace(plan, sparse=tuple((budgets.mean(-1) <= threshold).tolist()))
+    low = (budgets.mean(-1) <= threshold).tolist()
+    return replace(plan, sparse=tuple(on and index not in dense for index, on in enumerate(low)))
 
 
-def place(budgets: Tensor, pooled: Tensor, price: Price, before: Plan | None) -> Plan:
-    """The plan of budgets and pooled heads (L, H), each layer sparse where that is cheaper than dense."""
+def place(budgets: Tensor, pooled: Tensor, price: Price, before: Plan | None, stay_dense: Sequence[int] = ()) -> Plan:
+    """The plan of budgets and pooled heads (L, H): a layer is sparse where that is cheaper, if it need not be dense."""
     plan = _plan(budgets, pooled)
     sparse = []
     for index, (row, far) in enumerate(zip(plan.budgets, plan.pooled, strict=True)):
         ours, dense = price(row, far)
         stays = before is not None and before.sparse[index]
-        sparse.append(ours < (LEAVE if stays else ENTER) * dense)
+        sparse.append(index not in stay_dense and ours < (LEAVE if stays else ENTER) * dense)
     return replace(plan, sparse=tuple(sparse))
 
 

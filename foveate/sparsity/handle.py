@@ -69,6 +69,7 @@ class Handle:
     ):
         self.config, self.reduce, self.log, self.steps = config, reduce, log, 0
         self.installed = adapters.install(model, Dense())
+        _check_layers(config.dense_layers, self.installed)
         self._device = next(model.parameters()).device
         self.policy = _policy(self.installed, config, self._device)
         self.installed.policy = self.policy
@@ -195,7 +196,7 @@ class Handle:
         self._placed, self._tokens = True, max(self.policy.tokens.values())
         for index, (budget, pooled) in enumerate(zip(self.policy.budgets, self.policy.pooled, strict=True)):
             sparse, dense = self._price(budget.tolist(), pooled.tolist())
-            self.policy.sparse_layers[index] = sparse < dense
+            self.policy.sparse_layers[index] = index not in self.config.dense_layers and sparse < dense
         if not any(self.policy.sparse_layers):
             log.info("sparse attention does not pay at %d tokens: all layers stay dense", self._tokens)
 
@@ -223,7 +224,7 @@ class Handle:
         log.info(
             "step %d: %s, %s; %.1f %% of the tiles kept, %d of %d layers sparse%s, error level %.3f, gap %s",
             self.steps, "sparse" if decision.active else "dense", decision.reason, 100 * plan.kept, sum(plan.sparse),
-            len(plan.sparse), f" (dense: {dense}, sparse does not pay)" if dense else "", self.control.epsilon,
+            len(plan.sparse), f" (dense: {dense})" if dense else "", self.control.epsilon,
             "not measured" if found is None else f"{100 * found:+.3f} %",
         )  # fmt: skip
 
@@ -267,7 +268,7 @@ class Handle:
         self.policy.step = self.steps
         if self.config.budget is not None and _plain(self.config.budget) != saved["budget"]:
             budgets, pooled = controller.at_budget(self.profile, self.config.budget, self.config.periphery)
-            plan = controller.place(budgets, pooled, self._price, None)
+            plan = controller.place(budgets, pooled, self._price, None, self.config.dense_layers)
             self.control = replace(self.control, decision=Decision(self.steps, True, plan, "as configured"))
         self._apply()
         self._schedule()
@@ -290,6 +291,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     ddp = isinstance(model, nn.parallel.DistributedDataParallel)
     inner = model.module if ddp else getattr(model, "_orig_mod", None)
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def _check_layers(dense: Sequence[int], installed: adapters.Installed) -> None:
+    if any(index >= len(installed.layers) for index in dense):
+        installed.remove()
+        raise ValueError(f"dense_layers {tuple(dense)} of a model of {len(installed.layers)} layers: count from 0")
 
 
 def _policy(installed: adapters.Installed, config: SparsityConfig, device: torch.device) -> Sparse:
