@@ -1,0 +1,1 @@
+"""Where to run: context parallelism. The only folder that issues collectives."""

@@ -1,0 +1,387 @@
+"""Collectives of context parallelism: uneven, asynchronous, counted, and named when a rank does not answer.
+
+Every collective has a name (`what`). Where one fails or times out, the ranks that still live tell each other so through
+the job's store, and the error names the ranks that did not, and what was waited for.
+
+Buffers are contiguous tensors of any dtype, moved as bytes. On CUDA with NCCL a collective runs on a stream of its own
+and `Pending.wait` makes the current stream wait, not the host. gloo moves host memory: CUDA tensors are staged there.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+log = logging.getLogger("foveate")
+
+TIMEOUT = 90.0  # seconds: with the grace below a lost rank ends the job in less than two minutes
+GRACE = 10.0  # seconds in which ranks that live have to say so
+SPARE = 20.0  # NCCL's own watchdog ends the process this much later, after the names have been logged
+
+
+class CommError(RuntimeError):
+    """A collective did not complete; the message names it, and the ranks that did not answer."""
+
+
+@dataclass
+class Traffic:
+    """Counted since `reset`: bytes this rank sent to others, by kind of collective, and seconds it waited for them.
+
+    On CUDA the host does not wait: `waited` is then what `timed` events between streams say (see `exposed_seconds`).
+    """
+
+    sent: Counter = field(default_factory=Counter)
+    waited: float = 0.0
+    timed: bool = False
+    events: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def reset(self) -> None:
+        self.sent.clear()
+        self.events.clear()
+        self.waited = 0.0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.sent.values())
+
+    def exposed_seconds(self) -> float:
+        """Time that computation stood still for communication. Waits for the device."""
+        if not self.events:
+            return self.waited
+        torch.cuda.synchronize()
+        return sum(before.elapsed_time(after) for before, after in self.events) / 1e3
+
+
+TRAFFIC = Traffic()
+
+
+class Pending:
+    """A collective under way. `wait()` gives its result; `after` is applied to it once."""
+
+    def __init__(self, group: "Group", what: str, work: Any, result: Callable[[], Any]):
+        self.group, self.what, self._work, self._result = group, what, work, result
+
+    def wait(self) -> Any:
+        """The result, of use on the current stream. Raises CommError where a rank does not answer."""
+        if self._work is not None:
+            began = time.perf_counter()
+            before = _event()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise CommError(self.group.diagnose(self.what, error)) from error
+            TRAFFIC.waited += time.perf_counter() - began
+            if before is not None:
+                TRAFFIC.events.append((before, _event()))
+            self._work = None
+        return self._result()
+
+
+def _event() -> Any:
+    if not (TRAFFIC.timed and torch.cuda.is_available()):
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Group:
+    """The ranks that share something. Every rank of the world makes the same groups in the same order (`partition`).
+
+    ranks: of the world, ascending. `rank` is this process's place among them. A group of one moves nothing.
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str, process_group: Any, timeout: float):
+        self.ranks, self.name, self.timeout = tuple(ranks), name, timeout
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
+        self._group = process_group
+        self._nccl = process_group is not None and "nccl" in dist.get_backend_config(process_group)
+        self._stream: Any = None
+
+    def all_to_all(self, send: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], what: str) -> Pending:
+        """Rows of `send` (L, ...), `send_rows[i]` of them to each rank i in turn; result: the rows received, by rank.
+
+        A rank's rows for itself are copied. Rows may have no elements at all.
+        """
+        if sum(send_rows) != send.shape[0]:
+            raise ValueError(f"{what}: {send.shape[0]} rows to send, {list(send_rows)} planned")
+        receive = send.new_empty((sum(receive_rows), *send.shape[1:]))
+        if self.size == 1:
+            return Pending(self, what, None, lambda: send)
+        row = send.element_size() * (send[0].numel() if len(send) else receive[0].numel() if len(receive) else 0)
+        TRAFFIC.sent[what.partition(" of ")[0]] += row * (sum(send_rows) - send_rows[self.rank])
+        counts = [[rows * row for rows in side] for side in (receive_rows, send_rows)]
+
+        def launch(out: Tensor, given: Tensor) -> Any:
+            return dist.all_to_all_single(out, given, *counts, group=self._group, async_op=True)
+
+        return self._run(launch, send, receive, what)
+
+    def gather(self, x: Tensor, rows: Sequence[int], what: str) -> Pending:
+        """Every rank's x (rows[rank], ...), in the order of ranks; result: a list of tensors. rows: of every rank."""
+        if x.shape[0] != rows[self.rank]:
+            raise ValueError(f"{what}: rank {self.rank} of {self.name} has {x.shape[0]} rows, {list(rows)} planned")
+        if self.size == 1:
+            return Pending(self, what, None, lambda: [x])
+        # Shards differ by a tile at most, so filling up to the longest wastes little and one flat collective does it.
+        most = max(rows)
+        send = x.contiguous()
+        if most > x.shape[0]:
+            send = torch.cat([send, send.new_zeros((most - x.shape[0], *x.shape[1:]))])
+        receive = x.new_empty((self.size * most, *x.shape[1:]))
+        TRAFFIC.sent[what.partition(" of ")[0]] += (self.size - 1) * send.numel() * send.element_size()
+
+        def launch(out: Tensor, given: Tensor) -> Any:
+            return dist.all_gather_into_tensor(out, given, group=self._group, async_op=True)
+
+        pending = self._run(launch, send, receive, what)
+
+        def cut() -> list[Tensor]:
+            return [part[:count] for part, count in zip(pending.wait().split(most), rows, strict=True)]
+
+        return Pending(self, what, None, cut)
+
+    def shift(self, x: Tensor, rows: Sequence[int], what: str) -> Pending:
+        """x (rows[rank], ...) goes to the next rank, round; result: what the one before sent. rows: of every rank."""
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        send_rows = [rows[self.rank] if rank == after else 0 for rank in range(self.size)]
+        receive_rows = [rows[before] if rank == before else 0 for rank in range(self.size)]
+        return self.all_to_all(x, send_rows, receive_rows, what)
+
+    def mean_(self, tensors: Sequence[Tensor], what: str) -> None:
+        """Mean over the group's ranks, in place, of tensors of one dtype and device; one collective."""
+        if self.size == 1 or not tensors:
+            return
+        flat = torch.cat([x.flatten() for x in tensors])
+        TRAFFIC.sent[what] += flat.numel() * flat.element_size()  # about: a ring sends twice the (n - 1) / n of it
+
+        def launch(out: Tensor, given: Tensor) -> Any:
+            return dist.all_reduce(out, group=self._group, async_op=True)
+
+        self._run(launch, flat, flat, what, raw=True).wait()
+        flat /= self.size
+        for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
+            x.copy_(part.view(x.shape))
+
+    @contextmanager
+    def aside(self, ready: Any) -> Iterator[None]:
+        """Work inside goes to the communication stream, behind the event `ready` only; on the CPU it changes nothing.
+
+        Tensors of the other stream that are read inside must be marked with `lend`.
+        """
+        if ready is None:
+            yield
+            return
+        stream = self._side_stream()
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            yield
+
+    def lend(self, *tensors: Tensor) -> None:
+        """Keep these tensors' memory until the communication stream is done with what it was given so far."""
+        for x in tensors:
+            if x.is_cuda:
+                x.record_stream(self._side_stream())
+
+    def _run(
+        self, launch: Callable[[Tensor, Tensor], Any], send: Tensor, receive: Tensor, what: str, raw: bool = False
+    ) -> Pending:
+        def as_bytes(x: Tensor) -> Tensor:
+            return x if raw else x.contiguous().flatten().view(torch.uint8)
+
+        staged = send.is_cuda and not self._nccl
+        try:
+            if staged:
+                say_once("%s: gloo moves host memory, tensors on the GPU are staged there", self.name)
+                given = send.cpu()
+                out = given if send is receive else torch.empty_like(receive, device="cpu")
+                work = launch(as_bytes(out), as_bytes(given))
+                return Pending(self, what, work, lambda: _used_here(receive).copy_(out))
+            if not send.is_cuda:
+                return Pending(self, what, launch(as_bytes(receive), as_bytes(send)), lambda: receive)
+            stream = self._side_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                work = launch(as_bytes(receive), as_bytes(send))
+            send.record_stream(stream)
+            receive.record_stream(stream)
+            _watch().add(self, what, work)
+            return Pending(self, what, work, lambda: _used_here(receive))
+        except RuntimeError as error:
+            raise CommError(self.diagnose(what, error)) from error
+
+    def _side_stream(self) -> Any:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    def diagnose(self, what: str, error: BaseException | str) -> str:
+        """What to tell a person: which collective, and which ranks did not answer. Takes up to GRACE seconds."""
+        me = dist.get_rank()
+        head = f"rank {me}: '{what}' among ranks {list(self.ranks)} ({self.name}) did not complete"
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(_key(me), f"rank {me} waits in '{what}'")
+            others = [rank for rank in self.ranks if rank != me]
+            end = time.monotonic() + min(GRACE, self.timeout)
+            silent = others
+            while silent and time.monotonic() < end:
+                silent = [rank for rank in silent if not store.check([_key(rank)])]
+                time.sleep(0.1)
+            told = [store.get(_key(rank)).decode() for rank in others if rank not in silent]
+            if silent:
+                names = ", ".join(str(rank) for rank in silent)
+                verdict = f"rank {names} did not answer: it died, hangs, or is not in this collective"
+            else:
+                verdict = "all its ranks are alive and wait: they disagree on the collective, or the network fails"
+            store.set(_key(me), f"rank {me} waits in '{what}' and says: {verdict}")
+        except (RuntimeError, ValueError) as lost:
+            verdict, told = f"the job's store does not answer either ({str(lost).splitlines()[0]}): rank 0 died", []
+        lines = [f"{head}. {verdict}.", *told, f"{str(error).splitlines()[0]}"]
+        return "\n  ".join(lines)
+
+
+class HostNumbers:
+    """Integers on their way from the device to the host: `get` waits for them alone, not for work given out later."""
+
+    def __init__(self, numbers: Tensor):
+        self.event, self._numbers = None, numbers
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def get(self) -> list:
+        if self.event is not None:
+            self.event.synchronize()
+        return self._numbers.tolist()
+
+
+def _used_here(x: Tensor) -> Tensor:
+    x.record_stream(torch.cuda.current_stream())
+    return x
+
+
+def _key(rank: int) -> str:
+    return f"foveate/stuck/{rank}"
+
+
+def partition(groups: Sequence[Sequence[int]], name: str, timeout: float = TIMEOUT) -> Group:
+    """The one of these groups of world ranks that this process is in. All ranks call it alike, in the same order."""
+    own = None
+    for ranks in groups:
+        made = None
+        if len(ranks) > 1:
+            limit = timedelta(seconds=timeout + (SPARE if "nccl" in dist.get_backend_config() else 0))
+            made = dist.new_group(list(ranks), timeout=limit, group_desc=f"foveate {name}")
+        if dist.get_rank() in ranks:
+            own = Group(ranks, name, made, timeout)
+    if own is None:
+        raise ValueError(f"rank {dist.get_rank()} is in none of the groups {list(map(list, groups))} of {name}")
+    return own
+
+
+def alone(name: str = "alone") -> Group:
+    """The group of this process by itself."""
+    return Group([dist.get_rank() if dist.is_initialized() else 0], name, None, TIMEOUT)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How a sequence is cut over ranks: rank i holds the tokens bounds[i] ... bounds[i + 1] - 1, in tile order."""
+
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def cut(cls, tokens: int, ranks: int, unit: int = 64) -> "Shards":
+        """Whole tiles of `unit` tokens, as even as can be; only the last rank may end in a short one.
+
+        Raises ValueError where there are fewer tiles than ranks.
+        """
+        tiles = -(-tokens // unit)
+        if tiles < ranks:
+            raise ValueError(
+                f"{tokens} tokens are {tiles} tiles of {unit}, too few for {ranks} context-parallel ranks: every rank "
+                "needs one; use fewer ranks (ParallelConfig(head=..., sequence=...))"
+            )
+        even, more = divmod(tiles, ranks)
+        counts = [even + (rank < more) for rank in range(ranks)]
+        starts = [unit * sum(counts[:rank]) for rank in range(ranks)]
+        return cls((*starts, tokens))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of every rank."""
+        return [stop - start for start, stop in pairwise(self.bounds)]
+
+    def merged(self, count: int) -> "Shards":
+        """With every `count` neighbouring ranks taken together."""
+        return Shards(self.bounds[::count])
+
+
+class Buffers:
+    """Scratch tensors by name that grow to the largest size asked for. What is in them is anyone's guess."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple, Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """An uninitialised view of `shape` with the dtype and device of `like`, until the same name is taken again."""
+        key = (name, like.dtype, like.device)
+        count = 1
+        for size in shape:
+            count *= size
+        kept = self._kept.get(key)
+        if kept is None or kept.numel() < count:
+            with torch.inference_mode(False):
+                self._kept[key] = kept = torch.zeros(count, dtype=like.dtype, device=like.device)
+        return kept[:count].view(*shape)
+
+
+class _Watch(threading.Thread):
+    """NCCL's waits do not hold the host: this thread says by name what is overdue, before NCCL ends the process."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True, name="foveate-watch")
+        self._pending: deque[tuple[float, Group, str, Any]] = deque()
+
+    def add(self, group: Group, what: str, work: Any) -> None:
+        self._pending.append((time.monotonic() + group.timeout, group, what, work))
+
+    def run(self) -> None:
+        while True:
+            time.sleep(1.0)
+            while self._pending:
+                due, group, what, work = self._pending[0]
+                if not work.is_completed():
+                    if time.monotonic() > due:
+                        log.critical("%s", group.diagnose(what, f"no answer in {group.timeout:.0f} s"))
+                        self._pending.popleft()
+                    break
+                self._pending.popleft()
+
+
+@cache
+def _watch() -> _Watch:
+    thread = _Watch()
+    thread.start()
+    return thread
+
+
+@cache
+def say_once(message: str, *values: Any) -> None:
+    log.info(message, *values)
