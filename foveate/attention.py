@@ -8,14 +8,15 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from foveate.kernels import dense, reference
+from foveate import costs
+from foveate.kernels import dense, fa4, reference
 from foveate.tiles import Selection, VideoGrid
 
 log = logging.getLogger("foveate")
@@ -111,7 +112,9 @@ def attend(
     one a head: `drop`, or `pool` (each takes part as one mean key and value, log(tokens) added to its logit); or a bool
     tensor (H,) on the device, True for `pool`, which CUDA graphs want.
     backend: `reference` (slow oracle), `torch` (any device), `triton` (NVIDIA), `fa4` (flash-attn-4, 128-token tiles),
-    or `auto`, whose choice is logged once. deterministic: only backends whose backward repeats bit by bit.
+    or `auto`, whose choice is logged once. Dense attention has two: torch's own kernels, behind all names but `fa4`,
+    and flash-attn-4's; `auto` takes the faster by the card's cost table (foveate/costs.py). deterministic: only
+    backends whose backward repeats bit by bit.
 
     Gradients flow to q, k, v from `out` and from `lse`. Raises ValueError for inputs a backend cannot serve exactly.
     """
@@ -125,8 +128,10 @@ def attend(
         words, (query_tile, kv_tile) = (None, (64, 64)) if selection is None else (selection.words, _tiles(selection))
         options = {"query_tile": query_tile, "kv_tile": kv_tile, "scale": scale, "pooled": pooled}
         return AttnState(*reference.forward(q, k, v, words, **options))
+    if deterministic and backend == "auto" and (selection is None or selection.kv_tile != 64):
+        backend = "torch"  # flash-attn-4 sums gradients of queries in any order
     if selection is None:
-        return AttnState(*_attend(q, k, v, None, None, "dense", 64, 64, scale, deterministic))
+        return AttnState(*_attend(q, k, v, None, None, backend, 64, 64, scale, deterministic))
     return AttnState(*_attend(q, k, v, selection.words, pooled, backend, *_tiles(selection), scale, deterministic))
 
 
@@ -144,7 +149,7 @@ def _attend(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """A kernel's forward as one operator: what torch.compile, checkpointing and CUDA graphs see. Contiguous results."""
-    module, options = _load(kernel, q.device.type), _options(words, pooled, query_tile, kv_tile, scale)
+    module, options = _load(kernel, q, words, kv_tile), _options(words, pooled, query_tile, kv_tile, scale)
     if hasattr(module, "check"):
         checked = {name: value for name, value in options.items() if name != "words"}
         module.check(q, k, v, deterministic=deterministic, **checked)
@@ -180,7 +185,7 @@ def _attend_backward(
     """The one backward, of every kernel: it takes the (out, lse) that the forward returned."""
     options = _options(words, pooled, query_tile, kv_tile, scale)
     with torch.autocast(q.device.type, enabled=False):
-        dq, dk, dv = _load(kernel, q.device.type).backward(dout, dlse, q, k, v, out, lse, **options)
+        dq, dk, dv = _load(kernel, q, words, kv_tile).backward(dout, dlse, q, k, v, out, lse, **options)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -281,16 +286,15 @@ BACKENDS: dict[str, str] = {
 PACKAGES = {"triton": "triton", "fa4": "flash_attn"}
 
 
-def _load(name: str, device: str) -> ModuleType:
+def _load(name: str, q: Tensor, words: Tensor | None, kv_tile: int) -> ModuleType:
     """The kernel module of a backend. Called at run time, so torch.compile need not see what `auto` chooses."""
-    if name == "dense":
-        return dense
+    kind, tile = q.device.type, 0 if words is None else kv_tile
     if name == "auto":
-        name, reason = choose_backend(device)
-        _say_once(f"backend {name} on {device}: {reason}")
-    elif (missing := unavailable(name, device)) is not None:
+        name, reason = choose_backend(kind, tile, tuple(q.shape[1:]), q.dtype)
+        _say_once(f"backend {name} for {'sparse' if tile else 'dense'} attention on {kind}: {reason}")
+    elif name != "dense" and (missing := unavailable(name, kind)) is not None:
         raise ValueError(f"backend {name} {missing}")
-    return importlib.import_module(BACKENDS[name])
+    return importlib.import_module(BACKENDS[name]) if tile or name == "fa4" else dense
 
 
 def unavailable(name: str, device: str) -> str | None:
@@ -299,20 +303,49 @@ def unavailable(name: str, device: str) -> str | None:
         return None
     if device != "cuda":
         return "needs an NVIDIA GPU"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return f"needs compute capability 8.0 or newer, this card has {torch.cuda.get_device_capability()}"
+    needed = (9, 0) if name == "fa4" else (8, 0)
+    if (found := torch.cuda.get_device_capability()) < needed:
+        return f"needs compute capability {needed[0]}.{needed[1]} or newer, this card has {found[0]}.{found[1]}"
     if importlib.util.find_spec(PACKAGES[name]) is None:
         return f"needs {PACKAGES[name]}: pip install 'foveate[{'gpu' if name == 'triton' else name}]'"
     return None
 
 
-@cache
-def choose_backend(device: str) -> tuple[str, str]:
-    """The backend `auto` takes for sparse attention on a device type, and why."""
-    missing = unavailable("triton", device)
+@lru_cache(maxsize=1024)
+def choose_backend(
+    device: str,
+    kv_tile: int = 64,
+    shape: tuple[int, int, int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[str, str]:
+    """The backend that `auto` takes on a device type, and why.
+
+    kv_tile: of the selection, 0 for dense attention. shape: tokens, heads, head dim, where the table is to be asked.
+    """
+    missing = unavailable("fa4", device) or _unfit_for_fa4(dtype, shape)
+    if kv_tile == 0:
+        return ("torch", f"torch's own kernel; fa4 {missing}") if missing else _faster_dense(shape)
+    if kv_tile == 128 and missing is None:
+        return "fa4", "the kernels for key tiles of 128 tokens"
+    missing = unavailable("triton", device) or (f"takes no key tiles of {kv_tile} tokens" if kv_tile != 64 else None)
     if missing is None:
         return "triton", "fused block-sparse kernels for this card"
     return "torch", f"skips tiles on any device; triton {missing}"
+
+
+def _unfit_for_fa4(dtype: torch.dtype, shape: tuple[int, int, int] | None) -> str | None:
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"takes no {dtype}"
+    return None if shape is None or shape[2] in fa4.HEAD_DIMS else f"takes no head dim {shape[2]}"
+
+
+def _faster_dense(shape: tuple[int, int, int] | None) -> tuple[str, str]:
+    """torch's dense kernel or flash-attn-4's, by the saved table of this card."""
+    prices = costs.for_device("cuda", torch.cuda.get_device_name())
+    times = {name: prices.kernel(f"{name} dense", *(shape or (32768, 8, 128))) for name in ("cudnn", "fa4")}
+    if times["cudnn"] is None or times["fa4"] is None:
+        return "torch", f"torch's own kernel; {prices.source} has no time of flash-attn-4's"
+    return ("fa4" if times["fa4"] < times["cudnn"] else "torch"), f"the faster one in {prices.source}"
 
 
 @cache

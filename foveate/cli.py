@@ -108,6 +108,9 @@ def main() -> None:
     except (ValueError, ImportError, FileNotFoundError) as error:
         Console(stderr=True).print(f"[bold red]foveate:[/] {error}", highlight=False)
         sys.exit(2)
+    except FloatingPointError as error:
+        Console(stderr=True).print(f"[bold red]foveate:[/] {error}", highlight=False)
+        sys.exit(1)
     except KeyboardInterrupt:
         Console(stderr=True).print("foveate: interrupted")
         sys.exit(130)

@@ -7,6 +7,7 @@ square of the length and sparse work with the density. A device without a table 
 Times are in milliseconds for one sequence and all its heads, forward and backward unless told otherwise.
 """
 
+import importlib.util
 import json
 import logging
 import math
@@ -58,16 +59,20 @@ class Costs:
     source: str
     rows: tuple[Mapping, ...] = ()
     machine: Machine = MACHINES["cuda"]
+    absent: frozenset[str] = frozenset()  # kernels of the table that are not installed here
 
     def dense(self, tokens: int, heads: int, dim: int, *, passes: Sequence[str] = PASSES) -> float:
         """Milliseconds of dense attention of one sequence (tokens, heads, dim), by the fastest kernel of the table."""
         if not self.rows:
             return self._arithmetic(tokens, heads, dim, passes) + self.machine.call_ms
-        by_kernel = [
-            self._measured(tokens, heads, dim, 1.0, [row for row in self.rows if row["kernel"] == name], passes)
-            for name in sorted({row["kernel"] for row in self.rows if row["lists"] == "all"})
-        ]
-        return min(by_kernel)
+        names = {row["kernel"] for row in self.rows if row["lists"] == "all"} - self.absent
+        times = (self.kernel(name, tokens, heads, dim, passes=passes) for name in names)
+        return min(time for time in times if time is not None)
+
+    def kernel(self, name: str, tokens: int, heads: int, dim: int, *, passes: Sequence[str] = PASSES) -> float | None:
+        """Milliseconds of one dense kernel of the table (`cudnn dense`, `fa4 dense`); None where it has no row."""
+        rows = [row for row in self.rows if row["kernel"] == name]
+        return self._measured(tokens, heads, dim, 1.0, rows, passes) if rows else None
 
     def sparse(
         self,
@@ -149,7 +154,8 @@ def load(path: Path | str) -> Costs:
         Costs("", rows)._sparse_rows("drop")[0]
     except (OSError, KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a cost table of benchmarks/bench_attention.py: {error!r}") from error
-    return Costs(f"{Path(path).name}, {data.get('card', 'unknown card')}", rows)
+    absent = frozenset() if importlib.util.find_spec("flash_attn") else frozenset({"fa4 dense"})
+    return Costs(f"{Path(path).name}, {data.get('card', 'unknown card')}", rows, absent=absent)
 
 
 @cache

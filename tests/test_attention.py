@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from foveate import AttnState, Selection, VideoGrid, attend, merge, select
+from foveate import AttnState, Selection, VideoGrid, attend, attention, costs, merge, select
 from foveate.kernels import dense
 
 TOLERANCE = 1e-5  # relative L2, float32 against float64
@@ -278,6 +278,32 @@ def test_backends_that_cannot_run_here_say_so(name: str, tile: int) -> None:
     mask = torch.ones(1, 2, tiles, tiles, dtype=torch.bool)
     with pytest.raises((ValueError, ImportError), match=r"CUDA|NVIDIA|flash-attn-4"):
         attend(q, q, q, Selection.from_dense(mask, grid, query_tile=tile, kv_tile=tile), backend=name)
+
+
+@pytest.mark.parametrize(("fa4_ms", "expected"), [(3.0, "fa4"), (9.0, "torch"), (None, "torch")])
+def test_auto_takes_the_faster_dense_kernel_of_the_cards_table(fa4_ms, expected, monkeypatch) -> None:
+    row = {"length": 32768, "heads": 8, "dim": 128, "density": 1.0, "lists": "all", "backward_ms": 1.0}
+    times = {"cudnn dense": 6.0, "fa4 dense": fa4_ms}
+    rows = tuple({"kernel": name, "forward_ms": ms, **row} for name, ms in times.items() if ms is not None)
+    monkeypatch.setattr(attention, "unavailable", lambda name, device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(attention.costs, "for_device", lambda kind, name: costs.Costs("a table", rows))
+    attention.choose_backend.cache_clear()
+    name, reason = attention.choose_backend("cuda", 0, (4096, 4, 64))
+    assert (name, "a table" in reason) == (expected, True)
+    assert attention.choose_backend("cuda", 0, (4096, 4, 96))[0] == "torch"  # no kernel of flash-attn-4's
+    assert attention.choose_backend("cuda", 0, (4096, 4, 64), torch.float32)[0] == "torch"
+    assert attention.choose_backend("cuda", 64)[0] == "triton"
+    assert attention.choose_backend("cuda", 128)[0] == "fa4"
+    assert attention.choose_backend("cuda", 128, (4096, 4, 96))[0] == "torch"
+    attention.choose_backend.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_named_backend_is_not_ignored_by_dense_attention() -> None:
+    q = torch.zeros(1, 64, 2, 64)
+    with pytest.raises(ValueError, match="NVIDIA"):
+        attend(q, q, q, backend="fa4")
 
 
 Q = torch.zeros(1, 100, 2, 32)

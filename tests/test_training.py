@@ -57,6 +57,16 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in history(folder)]
 
 
+def test_a_length_at_which_sparse_is_slower_stays_dense_and_says_so(config: TrainConfig, caplog) -> None:
+    trainer = Trainer(replace(config, force=False))
+    with caplog.at_level("WARNING", "foveate"):
+        trainer.fit()
+    assert [row["stage"] for row in history(config.out)] == [1] * STEPS
+    assert trainer.policy.ready
+    assert history(config.out)[-1]["gap"] <= config.gap, "the loss did not keep it dense"
+    assert sum("stays dense: at 512 tokens" in record.message for record in caplog.records) == 1
+
+
 def test_a_run_turns_sparse_and_learns(finished: Trainer) -> None:
     rows = history(finished.config.out)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

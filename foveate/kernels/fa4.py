@@ -1,4 +1,4 @@
-"""flash-attn-4's block-sparse kernels behind the contract of this folder: CUDA, 128-token tiles, no pooled periphery.
+"""flash-attn-4's kernels, dense and block-sparse, behind the contract of this folder: 128-token tiles, no pooling.
 
 Optional: `pip install foveate[fa4]`. Its backward cannot take 64-token tiles, and its gradients of queries are summed
 with atomics unless asked otherwise, so two runs may differ in the last bits.
@@ -23,9 +23,9 @@ def check(
     k: Tensor,
     v: Tensor,
     *,
-    query_tile: int,
-    kv_tile: int,
     scale: float,
+    query_tile: int = TILE,
+    kv_tile: int = TILE,
     pooled: Tensor | None = None,
     deterministic: bool = False,
 ) -> None:
@@ -48,18 +48,18 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    words: Tensor,
+    words: Tensor | None = None,
     *,
-    query_tile: int,
-    kv_tile: int,
     scale: float,
-    pooled: Tensor | None,
+    query_tile: int = TILE,
+    kv_tile: int = TILE,
+    pooled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.forward`: out (B, S, H, D), lse float32 (B, H, S)."""
-    mask = unpack(words, -(-k.shape[1] // TILE))
+    """As `reference.forward`: out (B, M, H, D), lse float32 (B, H, M). Dense without words."""
     # A row without keys is left out by the kernel's lists, and out = 0, lse = -inf is what it returns for one.
+    kept = None if words is None else block_lists(unpack(words, -(-k.shape[1] // TILE)))
     out, lse, *_ = _interface()._flash_attn_fwd(
-        q, k, v, softmax_scale=scale, block_sparse_tensors=block_lists(mask), return_lse=True
+        q, k, v, softmax_scale=scale, block_sparse_tensors=kept, return_lse=True
     )
     return out, lse
 
@@ -72,17 +72,17 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    words: Tensor,
+    words: Tensor | None = None,
     *,
-    query_tile: int,
-    kv_tile: int,
     scale: float,
-    pooled: Tensor | None,
+    query_tile: int = TILE,
+    kv_tile: int = TILE,
+    pooled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv for outer gradients of (out, lse), which may be those of a larger attention: p = exp(s - lse)."""
-    mask = unpack(words, -(-k.shape[1] // TILE)).transpose(-1, -2)
+    kept = None if words is None else block_lists(unpack(words, -(-k.shape[1] // TILE)).transpose(-1, -2))
     dq, dk, dv, *_ = _interface()._flash_attn_bwd(
-        q, k, v, out, dout.contiguous(), lse.contiguous(), scale, dlse=dlse, block_sparse_tensors=block_lists(mask)
+        q, k, v, out, dout.contiguous(), lse.contiguous(), scale, dlse=dlse, block_sparse_tensors=kept
     )
     return dq, dk, dv
 
@@ -91,7 +91,7 @@ def block_lists(mask: Tensor):
     """flash-attn-4's lists for a bool mask (B, H, rows, columns): every kept block is full, none needs a mask."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # pyright: ignore[reportMissingImports]
 
-    index, counts = lists(mask)
+    index, counts = (x.contiguous() for x in lists(mask))  # a transposed mask gives transposed lists
     none = torch.zeros_like(counts)
     return BlockSparseTensorsTorch(none, none.unsqueeze(-1), counts, index, block_size=(TILE, TILE))
 

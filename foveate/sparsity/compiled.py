@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from foveate.attention import Layer, choose_backend
+from foveate.attention import Layer
 from foveate.kernels.bits import WORD
 from foveate.tiles import TILE, VideoGrid
 
@@ -85,10 +85,8 @@ def _policy_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv by the backward of the kernel that computed the forward."""
     sparse, any_pooled = facts.tolist()
-    backend = _policies[token].backend
-    name = choose_backend(q.device.type)[0] if backend == "auto" else backend
-    scale = q.shape[-1] ** -0.5
-    parts: tuple[Any, ...] = (words, pooled if any_pooled else None, name) if sparse else (None, None, "dense")
+    backend, scale = _policies[token].backend, q.shape[-1] ** -0.5
+    parts: tuple[Any, ...] = (words, pooled if any_pooled else None, backend) if sparse else (None, None, "auto")
     return torch.ops.foveate.attend_backward(dout, None, q, k, v, out, lse, *parts, query_tile, TILE, scale)
 
 

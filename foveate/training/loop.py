@@ -5,24 +5,29 @@ was not: a checkpoint holds weights, EMA, optimiser, predictors and a step numbe
 """
 
 import json
+import logging
 import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from foveate import costs
 from foveate.data import Clips
 from foveate.models.dit import VideoDiT
 from foveate.sparsity.policy import Sparse
 from foveate.training import checkpoint
 from foveate.training.flow import Batch, Batches, Conditions, fixed_batches, loss
 from foveate.training.recipes import TrainConfig
+
+log = logging.getLogger("foveate")
 
 
 class Trainer:
@@ -154,9 +159,26 @@ class Trainer:
         sparse = self.validate("random" if self.config.control else "sparse")
         row.update(sparse_loss=sparse, gap=sparse / dense - 1)
         self._profile()
-        if self.stage == 1 and self.step >= self.config.stage1 and row["gap"] <= self.config.gap:
+        ready = self.stage == 1 and self.step >= self.config.stage1 and row["gap"] <= self.config.gap
+        if ready and (self.config.force or self._pays):
             self.stage = 2
             row["switched"] = True
+
+    @cached_property
+    def _pays(self) -> bool:
+        """Whether sparse attention is the faster one at this length and budget, by the saved cost table."""
+        config, model = self.config, self.config.model
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        prices = costs.for_device(self.device.type, name)
+        shape = model.grid(config.frames, config.height, config.width).tokens, model.heads, model.head_dim
+        sparse = prices.sparse(*shape, config.budget, pooled=float(config.periphery == "pool"))
+        dense = prices.dense(*shape)
+        if sparse >= dense:
+            log.warning(
+                f"training stays dense: at {shape[0]} tokens and {config.budget:.0%} kept a layer's sparse attention "
+                f"takes {sparse:.3g} ms, dense {dense:.3g} ({prices.source}); --force goes sparse all the same"
+            )
+        return sparse < dense
 
     def _profile(self) -> None:
         """One line of profiles.jsonl: recall and error of every layer and head on the middle validation batch."""

@@ -64,6 +64,8 @@ class TrainConfig:
     """Steps before the first attempt to switch."""
     check_every: int = 50
     """Steps between attempts, and between profiles."""
+    force: bool = False
+    """Go sparse even where the cost table says that dense attention is faster."""
     control: bool = False
     """Choose tiles at random in stage 2: the control that must do worse."""
 
@@ -111,7 +113,7 @@ def smoke(config: TrainConfig) -> TrainConfig:
     return replace(
         config, frames=8, height=32, width=32, model=small, start_from=None, steps=12, batch=1, workers=0,
         dense_layers=(), stage1=4, learn_from=2, check_every=2, checkpoint_every=2, validation_clips=1, budget=0.5,
-        gap=0.5,
+        gap=0.5, force=True,
     )  # fmt: skip
 
 
