@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from foveate.attention import Layer, Policy
+from foveate.attention import Layer, Policy, unavailable
 from foveate.tiles import VideoGrid
 
 
@@ -73,9 +74,11 @@ class Processor:
     def __init__(self, context: Context, index: int, name: str):
         self.context, self.foveate_layer, self.name = context, index, name
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """q (B, S, H, D), k and v (B, S, G, D) in the model's token order -> out (B, S, H, D), same order, q's dtype.
 
+        rotary: tables (1, S, 1, D) of cosines and sines, each angle written twice, by which q and k are still to be
+        rotated (`rotate_pairs`); on a card that takes one pass over each, with their reordering.
         q and k take the dtype of v, as torch's own attention does under autocast, where norms return float32. The
         policy itself runs without autocast: what it measures and accumulates in float32 stays float32.
         """
@@ -88,7 +91,8 @@ class Processor:
                 "sharded, or extended, by something else? Remove that, or see docs/adding-a-model.md"
             )
         dtype = q.dtype
-        q, k, v = (_Reorder.apply(x.to(v.dtype), call.to_tiles, call.to_model) for x in (q, k, v))
+        q, k = (_rotated(x, rotary, call) for x in (q, k))
+        q, k, v = (x.to(v.dtype) for x in (q, k, _Reorder.apply(v, call.to_tiles, call.to_model)))
         # To the compiler a name is a constant, for which every block would be compiled anew.
         name = "" if torch.compiler.is_compiling() else self.name
         layer = Layer(self.foveate_layer, name, call.grid, call.step, call.branch, call.sigma)
@@ -104,6 +108,41 @@ class Processor:
                 f"{self.name} was given {', '.join(given)}, which foveate does not honour: masked, causal and "
                 "KV-cached self-attention stay with the model's own processors (call remove(), or drop the argument)"
             )
+
+
+def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor] | None, call: Call) -> Tensor:
+    """x (B, S, H, D) rotated and in tile order, in its own dtype; the rotation itself in the tables'."""
+    if rotary is not None and _fused(x, *rotary, call):
+        return _RotateReorder.apply(x, *(table[0, :, 0] for table in rotary), call.to_tiles, call.to_model)
+    turned = x if rotary is None else rotate_pairs(x, *rotary).to(x.dtype)
+    return _Reorder.apply(turned, call.to_tiles, call.to_model)
+
+
+def _fused(x: Tensor, cos: Tensor, sin: Tensor, call: Call) -> bool:
+    """Whether one kernel can rotate and reorder. Compiled code has no need of it."""
+    if not x.is_cuda or torch.compiler.is_compiling() or call.to_tiles is None:
+        return False
+    fits = all(table.shape == (1, x.shape[1], 1, x.shape[3]) and table.dtype == torch.float32 for table in (cos, sin))
+    return fits and not (cos.requires_grad or sin.requires_grad) and unavailable("triton", "cuda") is None
+
+
+class _RotateReorder(torch.autograd.Function):
+    """`rotate_pairs` and `_Reorder` in one pass; its backward is the rotation back, on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        from foveate.kernels import triton_rotary
+
+        ctx.save_for_backward(cos, sin, inverse)
+        return triton_rotary.rotate(x, order, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor):
+        from foveate.kernels import triton_rotary
+
+        cos, sin, inverse = ctx.saved_tensors
+        return triton_rotary.rotate(dout, inverse, cos, sin, back=True), None, None, None, None
 
 
 class _Reorder(torch.autograd.Function):

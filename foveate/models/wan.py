@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foveate.models.processor import Processor, rotate_pairs
+from foveate.models.processor import Processor
 from foveate.tiles import VideoGrid
 
 
@@ -31,9 +31,7 @@ class WanProcessor(Processor):
             q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         dim = q.shape[-1] // attn.heads
         q, k, v = (x.unflatten(2, (-1, dim)) for x in (attn.norm_q(q), attn.norm_k(k), v))
-        if rotary_emb is not None:
-            q, k = (rotate_pairs(x, *rotary_emb).to(x.dtype) for x in (q, k))
-        out = self.attend(q, k, v).flatten(2)
+        out = self.attend(q, k, v, rotary_emb).flatten(2)
         return attn.to_out[1](attn.to_out[0](out))
 
 
