@@ -1,6 +1,9 @@
 """foveate: sparse training and state-reusing generation for video diffusion transformers."""
 
 from foveate.attention import AttnState, Dense, Layer, Policy, attend, merge
+from foveate.reuse.config import ReuseConfig
+from foveate.reuse.handle import ReuseHandle, reuse
+from foveate.reuse.report import ReuseReport
 from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.handle import Handle, sparsify
 from foveate.sparsity.policy import Sparse
@@ -17,6 +20,9 @@ __all__ = [
     "Layer",
     "Policy",
     "Predictor",
+    "ReuseConfig",
+    "ReuseHandle",
+    "ReuseReport",
     "Selection",
     "Sparse",
     "SparsityConfig",
@@ -24,6 +30,7 @@ __all__ = [
     "attend",
     "merge",
     "profile",
+    "reuse",
     "select",
     "sparsify",
 ]

@@ -136,6 +136,16 @@ class Installed:
     def policy(self, policy: Policy) -> None:
         self._context.policy = policy
 
+    @property
+    def root(self) -> nn.Module:
+        """The transformer itself, inside whatever wraps it."""
+        return self._root
+
+    @property
+    def branch(self) -> str:
+        """The CFG branch that forwards are told now."""
+        return self._context.branch
+
     def set_context(self, *, step: int | None = None, branch: str = "", sigma: float | None = None) -> None:
         """What the next forwards' layers are told: the denoising step, the CFG branch and the noise level.
 

@@ -1,0 +1,226 @@
+"""One CFG branch of one request: its held states, what is known of them, and the plan of the step that runs.
+
+Shapes: L layers, P parts of this process, N states a layer.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveate.reuse import plan as plans
+from foveate.reuse.cache import HeldState
+from foveate.reuse.config import ReuseConfig
+from foveate.reuse.layout import Layout
+from foveate.reuse.meter import FIELDS, LayerMeter, Rows, errors
+from foveate.reuse.plan import History, MemoryPlan, StepPlan
+from foveate.reuse.report import StepRecord
+
+log = logging.getLogger("foveate")
+
+DRIFT = (0.5, 16.0)  # of a probe's error over its prediction, how far it is believed
+BLEND = 0.5  # weight of the newest measurement of a rate, in logarithms
+
+
+@dataclass
+class Pending:
+    """Measurements of a step on their way to the host, and what to compare them with."""
+
+    sums: Tensor  # float32 (L, all parts, N + 1, 5)
+    arrived: Callable[[], None]
+    growth: Tensor
+    probe_growth: Tensor
+    fresh: Tensor
+    record: StepRecord
+
+
+class Branch:
+    """States and plans of one branch, all layers. Parts, where not said otherwise, are all parts, of every rank."""
+
+    def __init__(self, layers: int, layout: Layout, config: ReuseConfig, start: int, device: torch.device):
+        self.layers, self.layout, self.config, self.start, self.device = layers, layout, config, start, device
+        self.memory: MemoryPlan | None = None
+        self.plan: StepPlan | None = None
+        self.step, self.sigma = -1, torch.nan
+        self.kinked_at: int | None = None
+        self.plain = torch.full((layers,), torch.nan, dtype=torch.float64)  # measured errors of a plain hold,
+        self.first = self.plain.clone()  # and with the slope
+        self._pending: Pending | None = None
+        self._divide(config.states)
+
+    def _divide(self, states: int) -> None:
+        """Begin anew with so many states a layer."""
+        config, layout = self.config, self.layout
+        self.bundles = layout.bundles(states)
+        self.history = History.empty(self.layers, layout.parts, len(self.bundles))
+        self.probe = History.empty(self.layers, layout.parts, 1)
+        self.states = [[HeldState() for _ in self.bundles] for _ in range(self.layers)]
+        base, first = layout.rows[0], layout.mine[0]
+        spans = [layout.part(first + local) for local in range(layout.mine[1] - first)]
+        self.spans = [(a - base, b - base) for a, b in spans]
+        self.rows = Rows.spread(self.spans, config.rows, self.device)
+        self.meters = [
+            LayerMeter(self.rows, len(self.bundles), config.damping, config.local == "fresh", self.device)
+            for _ in range(self.layers)
+        ]
+        lengths = torch.tensor([b - a for a, b in self.spans])
+        self.part_of_row = torch.arange(len(self.spans)).repeat_interleave(lengths).to(self.device)
+
+    @property
+    def measuring(self) -> bool:
+        """Whether sampled rows are compared at all."""
+        config = self.config
+        fitted = config.order == 1 and config.damping is None
+        return not config.exact and (config.adaptive or fitted or config.audit)
+
+    def begin(self, step: int, sigma: float, kink: bool, cap: Callable[[], float], state_bytes: int) -> None:
+        """Plan a step. cap: bytes this branch may hold, asked once."""
+        self._take_in()
+        self.step, self.sigma = step, sigma
+        if kink:
+            log.info("step %d: guidance changed, slopes begin anew", step)
+            self.kinked_at = step
+            self._forget_slopes()
+        if self.memory is None and step >= self._storing_from:
+            self._plan_memory(cap(), state_bytes)
+        history = self.history
+        self.predicted = plans.predict(history, sigma)
+        self.plan = self._decide()
+        ahead = torch.cat([plans.steps_ahead(history, sigma), plans.steps_ahead(self.probe, sigma)], dim=-1)
+        mine = slice(*self.layout.mine)
+        self.fresh = self.plan.fresh[:, mine].tolist()
+        self.again = (history.last == sigma)[:, mine].tolist()
+        self.any_fresh = self.plan.fresh.any(-1, keepdim=True)
+        seen = torch.cat([self.plan.fresh, self.any_fresh], -1)
+        self.ahead = ahead[:, mine].float().to(self.device, non_blocking=True)
+        self.fresh_mask = seen[:, mine].to(self.device, non_blocking=True)
+        self._growth = plans.growth(history, sigma), plans.growth(self.probe, sigma)
+        self.history = history.renewed(self.plan.fresh, sigma)
+        self.probe = self.probe.renewed(self.any_fresh, sigma)
+        self.sums: list[Tensor | None] = [None] * self.layers
+
+    @property
+    def _storing_from(self) -> int:
+        """The first step whose states are kept: as many before the end of warm-up as the order asks for."""
+        return self.start + self.config.warmup - 1 - self.config.order
+
+    def stores(self, layer: int) -> bool:
+        return self.memory is not None and self.memory.held[layer]
+
+    def slope(self, layer: int) -> bool:
+        return self.memory is not None and self.memory.slopes[layer]
+
+    def coefficient(self, layer: int, state: int) -> Tensor:
+        """How far each row of this process goes along its last change: ahead times damping, float32 (S,)."""
+        return (self.ahead[layer, :, state] * self.meters[layer].damping[:, state])[self.part_of_row]
+
+    def _decide(self) -> StepPlan:
+        config, step = self.config, self.step
+        since = step - self.start
+        if config.exact:
+            return plans.anchor(self.history, "exact")
+        if since < config.warmup:
+            return plans.anchor(self.history, "warm-up")
+        if self.kinked_at is not None and step - self.kinked_at <= config.order:
+            return plans.anchor(self.history, "guidance")
+        if config.interval is not None:
+            if (since - config.warmup + 1) % config.interval == 0:
+                return plans.anchor(self.history, "interval")
+            return plans.hold_all(self.history)
+        return plans.plan_step(self.history, self.sigma, plans.error_level(config.quality), config.max_hold)
+
+    def _plan_memory(self, cap: float, state_bytes: int) -> None:
+        config = self.config
+        if config.exact:
+            return
+        states = plans.fit_states(self.layers, config.states, config.order, state_bytes, cap)
+        if states != len(self.bundles):
+            log.info(
+                "reuse: %d states a layer in place of %d, to stay within the memory cap", states, len(self.bundles)
+            )
+            self._divide(states)
+        room = len(self.bundles)
+        memory = plans.plan_memory(self.plain, self.first, room, config.order, state_bytes, cap)
+        self.memory = memory
+        if not all(memory.held) or (config.order and not all(memory.slopes)):
+            log.warning("reuse: the memory cap of %.2f GiB a branch allows %s", cap / 2**30, memory)
+        held, slopes = torch.tensor(memory.held), torch.tensor(memory.slopes)
+        # Layers without states, or without slopes, are predicted as such from now on.
+        self.history = replace(self.history, held=held, slopes=slopes, rate=self._rates_without(slopes, self.history))
+
+    def _rates_without(self, slopes: Tensor, history: History) -> Tensor:
+        """Rates are per growth: where slopes are dropped, those measured for first order mean nothing."""
+        return torch.where(slopes[:, None, None], history.rate, torch.inf)
+
+    def _forget_slopes(self) -> None:
+        self.history, self.probe = self.history.kinked(), self.probe.kinked()
+        for meter in self.meters:
+            meter.forget_changes()
+
+    def end(self, record: StepRecord, reduce: Callable[[Tensor], Tensor] | None) -> None:
+        """After the last layer: send the measurements of this process's parts off."""
+        assert self.plan is not None
+        record.bytes_held = self.bytes()
+        if not any(found is not None for found in self.sums):
+            return
+        blank = torch.zeros(len(self.spans), len(self.bundles) + 1, len(FIELDS), device=self.device)
+        mine = torch.stack([blank if found is None else found for found in self.sums])
+        whole = torch.zeros(self.layers, self.layout.parts, *mine.shape[2:], device=self.device)
+        whole[:, slice(*self.layout.mine)] = mine
+        sums, arrived = _to_host(whole if reduce is None else reduce(whole))
+        self._pending = Pending(sums, arrived, *self._growth, self.plan.fresh, record)
+
+    def _take_in(self) -> None:
+        """Read the last step's measurements: the one wait for the device in a step."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.arrived()
+        first, plain = errors(pending.sums)
+        pending.record.actual = first[..., :-1]
+        slopes = self.history.slopes[:, None, None]
+        self.history = self._rated(
+            self.history, torch.where(slopes, first, plain)[..., :-1], pending.growth, pending.fresh
+        )
+        self._note(plain[..., :-1], first[..., :-1], pending.fresh)
+        probe, at = torch.where(slopes, first, plain)[..., -1:], pending.probe_growth
+        fresh = pending.fresh.any(-1, keepdim=True)
+        expected = (self.probe.rate * at).square().nanmean((1, 2)).sqrt()
+        drift = probe.square().nanmean((1, 2)).sqrt() / expected
+        drift = torch.where(drift.isfinite(), drift, 1.0).clamp(*DRIFT)
+        self.history = replace(self.history, drift=torch.where(fresh.flatten(1).any(1), 1.0, drift))
+        self.probe = self._rated(self.probe, probe, at, fresh)
+
+    def _rated(self, history: History, error: Tensor, growth: Tensor, fresh: Tensor) -> History:
+        """The rates with a step's errors taken in, in logarithms."""
+        found = error / growth
+        usable = fresh & found.isfinite() & (found > 0)
+        mixed = torch.where(history.rate.isfinite(), history.rate ** (1 - BLEND) * found**BLEND, found)
+        return replace(history, rate=torch.where(usable, mixed, history.rate))
+
+    def _note(self, plain: Tensor, first: Tensor, fresh: Tensor) -> None:
+        """Errors by layer, for the choice of layers that memory allows."""
+        for name, found in (("plain", plain), ("first", first)):
+            mean = torch.where(fresh, found, torch.nan).square().nanmean((1, 2)).sqrt()
+            setattr(self, name, torch.where(mean.isfinite(), mean, getattr(self, name)))
+
+    def bytes(self) -> int:
+        return sum(state.bytes() for layer in self.states for state in layer)
+
+    def settle(self) -> None:
+        """Take in what is still on its way, for a report."""
+        self._take_in()
+
+
+def _to_host(x: Tensor) -> tuple[Tensor, Callable[[], Any]]:
+    """A copy on the host, asynchronous where the device is not the host, and how to wait for it."""
+    if x.device.type != "cuda":
+        return x.cpu(), lambda: None
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event.synchronize

@@ -1,0 +1,89 @@
+"""What a user may set about state reuse: one frozen dataclass, checked when made."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from foveate.attention import BACKENDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReuseConfig:
+    """How `reuse` decides. Steps are denoising steps; an anchor is a step that computes everything fresh.
+
+    quality: in (0, 1], the one knob: 1 is exact (nothing is ever held), lower holds more. The planner turns it into the
+        error a layer's output may have through held states at one step (`error_level`).
+    interval: anchors every so many steps and everything held in between, instead of deciding by predicted errors; 1 is
+        exact too. For comparisons at equal fresh work; `quality` is not used then.
+    warmup: first steps of every request and branch, all anchors.
+    order: 1 extrapolates held states in the noise level from their last two fresh values, 0 leaves them (DiTango's
+        rule).
+    damping: factor of the extrapolation, a number in 0 ... 1, or None: fitted per layer, part and state at anchors.
+    groups: into how many groups of keys the sequence is cut; under torchrun groups are runs of ranks.
+    states: the most states kept per layer. 1 holds a layer whole; up to `groups` of them let the planner fetch and
+        compute some groups and hold others.
+    local: whether a part's own group of keys is `held` like all others or computed `fresh` at every step.
+    memory_gib: cap of held bytes on each device; None: a quarter of what is free when the first request begins.
+    dtype: of held outputs; None: the model's own. Their log-sum-exps are float32.
+    max_hold: the most steps in a row that a state is held when decided by quality.
+    rows: query rows a device samples, at least 8 a part, to measure errors and drift.
+    audit: also compute every held state of the sampled rows, for `report()`'s actual errors at every step and not at
+        anchors only. Costs rows / tokens of exact attention; one process only.
+    clamp: largest change of a held log-sum-exp by extrapolation.
+    backend: of the fresh attention, as `attend`'s.
+    """
+
+    quality: float = 0.9
+    interval: int | None = None
+    warmup: int = 5
+    order: Literal[0, 1] = 1
+    damping: float | None = None
+    groups: int = 8
+    states: int = 1
+    local: Literal["held", "fresh"] = "held"
+    memory_gib: float | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    max_hold: int = 8
+    rows: int = 512
+    audit: bool = False
+    clamp: float = 0.7
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.quality <= 1:
+            raise ValueError(f"quality must lie in (0, 1], 1 being exact, got {self.quality}")
+        if self.order not in (0, 1):
+            raise ValueError(f"order must be 0 (plain hold) or 1 (extrapolated), got {self.order}")
+        if self.interval is not None and self.interval < 1:
+            raise ValueError(f"interval must be at least 1 (exact), or None to decide by quality, got {self.interval}")
+        if self.warmup < 1 + self.order:
+            raise ValueError(
+                f"warmup must be at least {1 + self.order}: states of order {self.order} need so many fresh values, "
+                f"got {self.warmup}"
+            )
+        if self.damping is not None and not 0 <= self.damping <= 1:
+            raise ValueError(f"damping must lie in 0 ... 1, or be None to be fitted, got {self.damping}")
+        for name in ("groups", "states", "max_hold", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.states > self.groups:
+            raise ValueError(f"states must be at most groups, {self.groups}, got {self.states}")
+        if self.local not in ("held", "fresh"):
+            raise ValueError(f"local must be held or fresh, got {self.local!r}")
+        if self.memory_gib is not None and self.memory_gib < 0:
+            raise ValueError(f"memory_gib must be at least 0, got {self.memory_gib}")
+        if self.dtype not in (None, "bfloat16", "float16", "float32"):
+            raise ValueError(f"dtype must be bfloat16, float16, float32 or None, got {self.dtype!r}")
+        if self.clamp <= 0:
+            raise ValueError(f"clamp must be above 0, got {self.clamp}")
+        if self.backend not in ("auto", *BACKENDS):
+            raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {self.backend!r}")
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing may ever be held."""
+        return self.interval == 1 if self.interval is not None else self.quality == 1
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether predicted errors decide."""
+        return self.interval is None and not self.exact

@@ -1,0 +1,183 @@
+"""`reuse`: attention states remembered across denoising steps, in one call.
+
+    handle = fv.reuse(pipe, fv.ReuseConfig(quality=0.9))
+    video = pipe(...)
+    print(handle.report())
+    handle.remove()
+
+Shapes: see policy.py.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foveate.attention import Dense
+from foveate.models import adapters
+from foveate.reuse.config import ReuseConfig
+from foveate.reuse.policy import Place, Reuse
+from foveate.reuse.report import ReuseReport
+
+log = logging.getLogger("foveate")
+
+
+def reuse(pipe_or_transformer: Any, config: ReuseConfig | None = None) -> "ReuseHandle":
+    """Let a diffusers pipeline, or a transformer, reuse attention states across denoising steps, until `remove()`.
+
+    A pipeline: every transformer of it that models/adapters.py knows (Wan 2.2 has two), step and noise level from its
+    calls' `cache_context` or its scheduler. A transformer (or the built-in VideoDiT): from `cache_context`, which
+    `foveate.sample.generate` enters too, or from `handle.during`. Raises ValueError for models that are not known or
+    have a policy installed already.
+    """
+    return ReuseHandle(pipe_or_transformer, config or ReuseConfig())
+
+
+class ReuseHandle:
+    """What `reuse` gives back; a context manager too, the end of whose `with` removes it."""
+
+    def __init__(self, target: Any, config: ReuseConfig):
+        self.config = config
+        pipe = None if isinstance(target, nn.Module) else target
+        models = [target] if pipe is None else transformers(pipe)
+        self.installed: list[adapters.Installed] = []
+        self.policies: list[Reuse] = []
+        self._hooks: list[Any] = []
+        try:
+            for model in models:
+                self._install(model, pipe)
+        except Exception:
+            self.remove()
+            raise
+
+    def _install(self, model: nn.Module, pipe: Any) -> None:
+        installed = adapters.install(model, Dense())
+        self.installed.append(installed)
+        policy = Reuse(len(installed.layers), self.config, place=_scheduler(pipe), guidance=_guidance(pipe, model))
+        installed.policy = policy
+        self.policies.append(policy)
+        self._hooks.append(installed.root.register_forward_pre_hook(_Prompts(installed, policy), with_kwargs=True))
+
+    def report(self) -> ReuseReport:
+        """What the newest request did, all transformers of the pipeline in turn. Waits for the device."""
+        steps = [record for policy in self.policies for record in policy.report().steps]
+        return ReuseReport(steps)
+
+    @contextmanager
+    def during(self, *, step: int, sigma: float, branch: str = "") -> Iterator[None]:
+        """Around a forward of one's own loop: the denoising step, its noise level and the CFG branch."""
+        for installed in self.installed:
+            installed.set_context(step=step, branch=branch, sigma=sigma)
+        try:
+            yield
+        finally:
+            for installed in self.installed:
+                installed.set_context()
+
+    @contextmanager
+    def request(self, name: str) -> Iterator[None]:
+        """Around the forwards of one of several requests that take turns: each has its own states, until `forget`."""
+        before = [policy.request for policy in self.policies]
+        for policy in self.policies:
+            policy.request = name
+        try:
+            yield
+        finally:
+            for policy, old in zip(self.policies, before, strict=True):
+                policy.request = old
+
+    def forget(self, name: str | None = None) -> None:
+        """Free the states of a request, or of all. The next forward begins a new one."""
+        for policy in self.policies:
+            policy.drop(name)
+
+    def bytes_held(self) -> int:
+        """Bytes of held states on this device now."""
+        branches = [b for p in self.policies for request in p.requests.values() for b in request.branches.values()]
+        return sum(branch.bytes() for branch in branches)
+
+    def remove(self) -> None:
+        """Give the model back as it was and free all states. A second call does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        for installed in self.installed:
+            installed.remove()
+        self.forget()
+        self._hooks = []
+
+    def __enter__(self) -> "ReuseHandle":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.remove()
+
+
+class _Prompts:
+    """Forward hook: another prompt within a request makes it another request."""
+
+    def __init__(self, installed: adapters.Installed, policy: Reuse):
+        self._installed, self._policy = installed, policy
+        self._seen: dict[tuple[str, str], list[Tensor]] = {}
+
+    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        key = self._policy.request, self._installed.branch
+        if self._policy.request not in self._policy.requests:
+            self._seen = {seen: value for seen, value in self._seen.items() if seen[0] != self._policy.request}
+        given = list(_conditions(args, kwargs))
+        before = self._seen.get(key)
+        self._seen[key] = given
+        if before is not None and not _same(before, given):
+            log.info("reuse: another prompt within a request, its states are dropped")
+            self._policy.drop(self._policy.request)
+
+
+def _conditions(args: tuple, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """What a forward is conditioned on: its tensors besides the noisy sample, the time and rotary tables."""
+    for name, value in [*((str(place), x) for place, x in enumerate(args)), *kwargs.items()]:
+        if isinstance(value, Tensor) and (name in ("2", "condition") or name.startswith("encoder_")):
+            yield value
+
+
+def _same(before: list[Tensor], given: list[Tensor]) -> bool:
+    """Whether conditions are equal; the device is asked only where they are other tensors than before."""
+    if len(before) != len(given):
+        return False
+    return all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in zip(before, given, strict=True))
+
+
+def transformers(pipe: Any) -> list[nn.Module]:
+    """The transformers of a diffusers pipeline. Raises ValueError where there is none."""
+    names = ("transformer", "transformer_2")
+    found = [getattr(pipe, name, None) for name in names]
+    models = [model for model in found if isinstance(model, nn.Module)]
+    if not models:
+        raise ValueError(
+            f"{type(pipe).__name__} has no transformer; reuse takes a diffusers video pipeline or a transformer"
+        )
+    return models
+
+
+def _scheduler(pipe: Any):
+    """Step and noise level from a pipeline's scheduler, for pipelines whose cache_context does not say them."""
+
+    def place() -> Place:
+        scheduler = getattr(pipe, "scheduler", None)
+        index = getattr(scheduler, "step_index", None)
+        if scheduler is not None and index is None:
+            index = getattr(scheduler, "begin_index", None)
+        sigmas = getattr(scheduler, "sigmas", None)
+        if index is None or sigmas is None:
+            return None, None
+        return int(index), float(sigmas[int(index)])
+
+    return place
+
+
+def _guidance(pipe: Any, model: nn.Module):
+    """The guidance scale in use; a switch of transformers is a new model with its own states, not a change of scale."""
+    second = getattr(pipe, "transformer_2", None) is model
+    names = ("_guidance_scale_2",) if second else ("_guidance_scale",)
+    return lambda: tuple(getattr(pipe, name, None) for name in names)
