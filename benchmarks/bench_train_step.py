@@ -361,9 +361,12 @@ class Bench:
         if self.options.out:
             self.options.out.mkdir(parents=True, exist_ok=True)
             result = {**self.facts, "summary": summary(self.rows, self.shape.layers, peers(self.options.peers))}
-            name = f"train_step_{self.facts['card']}_{self.facts['month'].replace('-', '')}"
             text = json.dumps({**result, "rows": self.rows}, indent=1)
-            (self.options.out / f"{name}.json").write_text(text + "\n")
+            self.file("json").write_text(text + "\n")
+
+    def file(self, kind: str) -> Path:
+        parts = ["train_step", self.options.tag, self.facts["card"], self.facts["month"].replace("-", "")]
+        return self.options.out / f"{'_'.join(filter(None, parts))}.{kind}"
 
     # Attention by itself
 
@@ -453,26 +456,30 @@ class Bench:
     def parts(self, tokens: int) -> None:
         if not self.late(f"lessons, {tokens} tokens", 5):
             self.add({"what": "lessons", "tokens": tokens, **lesson_ms(self.shape, tokens, self.device)})
+            free(self.device)
 
     def by_layer(self, tokens: int, mode: str, settings: Sequence[Setting]) -> None:
         """One layer, and a model without any, at a length where whole steps take too long."""
         for layers, setting in ((0, DENSE), *((1, setting) for setting in settings)):
             one = Setting(setting.name, setting.budget, setting.periphery)
-            if self.late(f"a layer of {setting.name}, {tokens} tokens", 2 * self.guess(one, tokens, 1)):
+            seconds = self.guess(one, tokens, 1)
+            if self.late(f"a layer of {setting.name}, {tokens} tokens", 2 * seconds):
                 continue
             model = Model(self.shape, layers, self.device, self.attention)
-            self.steps(model, DENSE if setting is DENSE else one, tokens, mode, 1 if setting is DENSE else 2)
+            self.steps(model, DENSE if setting is DENSE else one, tokens, mode, 1 if seconds > 5 else 3)
             del model
             free(self.device)
 
 
 def memory_of_index(handle: fv.Handle, setting: Setting, model: Model, tokens: int) -> dict[str, float]:
-    """GiB that sparsity keeps between forward and backward: bitmaps of kept tiles, and all predictors."""
+    """GiB of the index: bitmaps, kept from forward to backward, all predictors, and one layer's lists at a time."""
     tiles, rows = tokens // TILE, -(-tokens // handle.config.query_tile)
     sparse = 0 if setting.budget is None else model.layers - len(setting.dense_layers(model.layers))
     words = sparse * model.shape.heads * rows * -(-tiles // 32) * 4
+    lists = min(sparse, 1) * model.shape.heads * rows * tiles * 2  # int16; by queries, and by keys when those are gone
     predictors = sum(x.numel() * x.element_size() for x in handle.policy.state_dict().values())
-    return {"bitmaps_gib": words / 2**30, "predictors_gib": predictors / 2**30}
+    sizes = {"bitmaps": words, "lists": lists, "predictors": predictors}
+    return {f"{name}_gib": size / 2**30 for name, size in sizes.items()}
 
 
 def card(device: str) -> str:
@@ -490,9 +497,11 @@ def free(device: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for JSON and plot")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[131072, 32768], help="lengths of whole steps")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[32768, 131072], help="lengths of whole steps")
     parser.add_argument("--layerwise", type=int, nargs="*", default=[524288], help="lengths timed layer by layer")
     parser.add_argument("--checkpoint", nargs="+", choices=("attention", "block"), default=["attention"])
+    parser.add_argument("--layer-checkpoint", choices=("attention", "block"), default="block")
+    parser.add_argument("--tag", default="", help="goes into the names of JSON and plot")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--toy", action="store_true", help="a model of toy size")
     parser.add_argument("--query-tile", type=int, default=64, choices=(64, 128))
@@ -511,7 +520,7 @@ def main() -> int:
     lines = summary(bench.rows, bench.shape.layers, peers(options.peers))
     if options.out:
         bench.write()
-        plot(options.out / f"train_step_{bench.facts['card']}_{bench.facts['month'].replace('-', '')}.png", lines)
+        plot(bench.file("png"), lines)
     print(json.dumps({**bench.facts, "summary": lines}))
     return 0
 
@@ -523,27 +532,19 @@ def run(bench: Bench) -> None:
     errors = gate(shape, shape.short // 2, device, bench.attention, options.query_tile)
     bench.add({"what": "gate", "gradients": errors, "budget": 1.0})
     free(device)
-    model = Model(shape, shape.layers, device, bench.attention)
-    for first, tokens in enumerate(options.tokens):
+    model = Model(shape, shape.layers, device, bench.attention) if options.tokens else None
+    for tokens in options.tokens:
+        assert model is not None
         for mode in options.checkpoint:
             bench.steps(model, DENSE, tokens, mode, 2)
             for setting, times in ((DSV[0], 2), (UNIFORM[0], 2), (STAGE1, 1), (DSV[1], 1), (UNIFORM[1], 1)):
                 bench.steps(model, setting, tokens, mode, times, measure=setting is DSV[0])
-        free(device)
         bench.parts(tokens)
-        free(device)
-        if first == 0:
-            del model
-            free(device)
-            layers(bench)
-            model = Model(shape, shape.layers, device, bench.attention)
-
-
-def layers(bench: Bench) -> None:
-    for tokens in bench.options.layerwise:
-        bench.by_layer(tokens, "block", [DENSE, DSV[0], UNIFORM[0], DSV[1], UNIFORM[1]])
+    del model
+    free(device)
+    for tokens in options.layerwise:
+        bench.by_layer(tokens, options.layer_checkpoint, [DENSE, DSV[0], UNIFORM[0], DSV[1], UNIFORM[1]])
         bench.parts(tokens)
-        free(bench.device)
 
 
 if __name__ == "__main__":

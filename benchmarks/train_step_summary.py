@@ -74,7 +74,7 @@ def summary(rows: Sequence[dict], layers: int, fa4: dict[int, float]) -> list[di
                 continue
             seconds += line.get("sparse_overhead_s", 0.0)
             row = steps[tokens, mode, setting.name, layers if whole else 1]
-            memory = {name: row[name] for name in ("peak_gib", "lesson_peak_gib", "bitmaps_gib", "predictors_gib")}
+            memory = {name: size for name, size in row.items() if name.endswith("_gib")}
             line[setting.name] = {"amortised_s": seconds, "times_faster": dense / seconds, **memory}
             if "dense_fa4_s_computed" in line:
                 line[setting.name]["times_faster_than_fa4_computed"] = line["dense_fa4_s_computed"] / seconds
