@@ -1,6 +1,7 @@
 """foveate: sparse training and state-reusing generation for video diffusion transformers."""
 
 from foveate.attention import AttnState, Dense, Layer, Policy, attend, merge
+from foveate.parallel.handle import ParallelConfig, ParallelHandle, parallelize
 from foveate.reuse.config import ReuseConfig
 from foveate.reuse.handle import ReuseHandle, reuse
 from foveate.reuse.report import ReuseReport
@@ -18,6 +19,8 @@ __all__ = [
     "Dense",
     "Handle",
     "Layer",
+    "ParallelConfig",
+    "ParallelHandle",
     "Policy",
     "Predictor",
     "ReuseConfig",
@@ -29,6 +32,7 @@ __all__ = [
     "VideoGrid",
     "attend",
     "merge",
+    "parallelize",
     "profile",
     "reuse",
     "select",

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from foveate.attention import Layer, Policy
 from foveate.models.cogvideox import CogVideoXProcessor, cogvideox_grid
 from foveate.models.ltx import LTXProcessor, ltx_grid
-from foveate.models.processor import Context, Processor, share_compiled_blocks
+from foveate.models.processor import Context, Processor, Shard, share_compiled_blocks
+from foveate.models.sharding import PerToken, Sharding
 from foveate.models.wan import WanProcessor, wan_grid
 from foveate.tiles import VideoGrid
 
@@ -38,7 +39,8 @@ class Adapter:
     the model is the order of layers. grid(config, forward's inputs by name): the token grid of one forward.
     processor: what stands in for the processors named in `replaces` (others are refused: they would be lost).
     text_first: joint text tokens come before the video. Without a processor the model calls `policy` itself, in tile
-    order, as the built-in VideoDiT does.
+    order, as the built-in VideoDiT does. sharding: where tokens enter and leave the blocks (models/sharding.py);
+    without it a model cannot be run with context parallelism.
     """
 
     model: str
@@ -47,16 +49,26 @@ class Adapter:
     processor: type[Processor] | None = None
     replaces: tuple[str, ...] = ()
     text_first: bool = False
+    sharding: Sharding | None = None
 
 
 TABLE = [
-    Adapter(model="VideoDiT", attentions=r"blocks\.\d+"),
+    Adapter(
+        model="VideoDiT",
+        attentions=r"blocks\.\d+",
+        sharding=Sharding(
+            blocks=r"blocks\.\d+", video="x", per_token=(PerToken("rotary", dim=0),), grid="grid", in_tile_order=True
+        ),
+    ),
     Adapter(
         model="WanTransformer3DModel",
         attentions=r"blocks\.\d+\.attn1",
         grid=wan_grid,
         processor=WanProcessor,
         replaces=("WanAttnProcessor",),
+        sharding=Sharding(
+            blocks=r"blocks\.\d+", per_token=(PerToken("rotary_emb", dim=1), PerToken("temb", dim=1, ndim=4))
+        ),
     ),
     Adapter(
         model="SkyReelsV2Transformer3DModel",
@@ -64,6 +76,9 @@ TABLE = [
         grid=wan_grid,
         processor=WanProcessor,
         replaces=("SkyReelsV2AttnProcessor",),
+        sharding=Sharding(
+            blocks=r"blocks\.\d+", per_token=(PerToken("rotary_emb", dim=1), PerToken("temb", dim=2, ndim=4))
+        ),
     ),
     Adapter(
         model="CogVideoXTransformer3DModel",
@@ -72,6 +87,11 @@ TABLE = [
         processor=CogVideoXProcessor,
         replaces=("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0"),
         text_first=True,
+        sharding=Sharding(
+            blocks=r"transformer_blocks\.\d+",
+            text="encoder_hidden_states",
+            per_token=(PerToken("image_rotary_emb", dim=0),),
+        ),
     ),
     Adapter(
         model="LTXVideoTransformer3DModel",
@@ -79,6 +99,10 @@ TABLE = [
         grid=ltx_grid,
         processor=LTXProcessor,
         replaces=("LTXVideoAttnProcessor",),
+        sharding=Sharding(
+            blocks=r"transformer_blocks\.\d+",
+            per_token=(PerToken("image_rotary_emb", dim=1), PerToken("temb", dim=1)),
+        ),
     ),
 ]
 
@@ -145,6 +169,32 @@ class Installed:
     def branch(self) -> str:
         """The CFG branch that forwards are told now."""
         return self._context.branch
+
+    @property
+    def shard(self) -> Shard | None:
+        """Which part of every sequence this process holds; None for all of it. Set by context parallelism."""
+        return self._context.shard
+
+    @shard.setter
+    def shard(self, shard: Shard | None) -> None:
+        self._context.shard = shard
+
+    def blocks(self) -> list[nn.Module]:
+        """The innermost modules that `adapter.sharding.blocks` names, in order. ValueError where it names none."""
+        pattern = self.adapter.sharding.blocks if self.adapter.sharding else ""
+        named = ((clean_name(name), module) for name, module in self._root.named_modules())
+        found = {name: module for name, module in named if re.fullmatch(pattern, name)}
+        if not found:
+            raise ValueError(
+                f"the adapter of {self.adapter.model} does not say where its tokens may be sharded; give its row a "
+                "Sharding (docs/adding-a-model.md)"
+            )
+        return list(found.values())
+
+    @property
+    def grid(self) -> VideoGrid | None:
+        """The token grid of the forward that is running, where the processors were told; None before any."""
+        return None if self._context.call is None else self._context.call.grid
 
     def set_context(self, *, step: int | None = None, branch: str = "", sigma: float | None = None) -> None:
         """What the next forwards' layers are told: the denoising step, the CFG branch and the noise level.

@@ -6,7 +6,7 @@ A processor stands where diffusers has its own: it projects, normalises and rota
 Shapes: B batch, S tokens (video and joint text), H heads, G key/value heads (G divides H), D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +19,10 @@ from torch.autograd.function import once_differentiable
 from foveate.attention import Layer, Policy, unavailable
 from foveate.tiles import VideoGrid
 
+Shard = Callable[[VideoGrid], tuple[int, int]]
+"""The tokens [first, stop), in tile order, that this process holds of a grid's. They come to the blocks in that order,
+apart from a model's own order of video and text."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -28,12 +32,16 @@ class Call:
     step: int | None
     branch: str
     sigma: float | None
-    to_tiles: Tensor  # int64 (S,): for each place in tile order the token's place in the model's sequence
-    to_model: Tensor  # int64 (S,): the way back
+    to_tiles: Tensor | None  # int64 (S,): for each place in tile order the token's place in the model's sequence
+    to_model: Tensor | None  # int64 (S,): the way back; both None where the model's sequence is in tile order
+    tokens: int  # S: fewer than the grid's where this process holds a shard
 
 
 class Context:
-    """What the processors of one installed model share. `policy` may be exchanged between forwards."""
+    """What the processors of one installed model share. `policy` may be exchanged between forwards.
+
+    shard: where this process holds a part of every sequence only, says which: see `Shard`.
+    """
 
     def __init__(self, policy: Policy, text_first: bool):
         self.policy, self.text_first = policy, text_first
@@ -41,11 +49,16 @@ class Context:
         self.branch = ""
         self.sigma: float | None = None
         self.call: Call | None = None
+        self.shard: Shard | None = None
 
     def enter(self, grid: VideoGrid, device: torch.device) -> None:
         """A forward begins, on this grid."""
-        orders = tile_orders(grid, self.text_first, device)
-        self.call = Call(grid, self.step, self.branch, self.sigma, orders[0], orders[1])
+        if self.shard is None:
+            (there, back), tokens = tile_orders(grid, self.text_first, device), grid.tokens
+        else:
+            first, stop = self.shard(grid)
+            (there, back), tokens = _shard_orders(grid, self.text_first, first, stop, device), stop - first
+        self.call = Call(grid, self.step, self.branch, self.sigma, there, back, tokens)
 
     def remember(self, output: Tensor) -> None:
         """Let the backward of this forward's output find the call again, whatever ran in between.
@@ -85,20 +98,20 @@ class Processor:
         call = self.context.call
         if call is None:
             raise ValueError(f"{self.name} was called outside its transformer's forward, so its grid is unknown")
-        if q.shape[1] != call.grid.tokens:
+        if q.shape[1] != call.tokens:
             raise ValueError(
-                f"{self.name} got {q.shape[1]} tokens where {call.grid} has {call.grid.tokens}: is the sequence "
+                f"{self.name} got {q.shape[1]} tokens where {call.grid} has {call.tokens} here: is the sequence "
                 "sharded, or extended, by something else? Remove that, or see docs/adding-a-model.md"
             )
         dtype = q.dtype
         q, k = (_rotated(x, rotary, call) for x in (q, k))
-        q, k, v = (x.to(v.dtype) for x in (q, k, _Reorder.apply(v, call.to_tiles, call.to_model)))
+        q, k, v = (x.to(v.dtype) for x in (q, k, _reorder(v, call.to_tiles, call.to_model)))
         # To the compiler a name is a constant, for which every block would be compiled anew.
         name = "" if torch.compiler.is_compiling() else self.name
         layer = Layer(self.foveate_layer, name, call.grid, call.step, call.branch, call.sigma)
         with torch.autocast(q.device.type, enabled=False):
             out = self.context.policy(layer, q, k, v)
-        return _Reorder.apply(out, call.to_model, call.to_tiles).to(dtype)
+        return _reorder(out, call.to_model, call.to_tiles).to(dtype)
 
     def refuse(self, **inputs: Any) -> None:
         """A ValueError where the model asks for what no policy would honour, a mask for example."""
@@ -110,12 +123,16 @@ class Processor:
             )
 
 
+def _reorder(x: Tensor, order: Tensor | None, inverse: Tensor | None) -> Any:
+    return x if order is None else _Reorder.apply(x, order, inverse)
+
+
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor] | None, call: Call) -> Tensor:
     """x (B, S, H, D) rotated and in tile order, in its own dtype; the rotation itself in the tables'."""
     if rotary is not None and _fused(x, *rotary, call):
         return _RotateReorder.apply(x, *(table[0, :, 0] for table in rotary), call.to_tiles, call.to_model)
     turned = x if rotary is None else rotate_pairs(x, *rotary).to(x.dtype)
-    return _Reorder.apply(turned, call.to_tiles, call.to_model)
+    return _reorder(turned, call.to_tiles, call.to_model)
 
 
 def _fused(x: Tensor, cos: Tensor, sin: Tensor, call: Call) -> bool:
@@ -194,6 +211,20 @@ def _tile_orders(grid: VideoGrid, text_first: bool, device: torch.device) -> Ten
         if text_first:
             order = torch.where(order < grid.video, order + grid.text, order - grid.video)
         return torch.stack([order, torch.argsort(order)]).to(device)
+
+
+@lru_cache(maxsize=64)
+def _shard_orders(
+    grid: VideoGrid, text_first: bool, first: int, stop: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of a shard, whose video is in tile order already: text may have to move behind it, and back."""
+    video = min(stop, grid.video) - min(first, grid.video)
+    text = stop - first - video
+    if not (text_first and video and text):
+        return None, None
+    with torch.inference_mode(False):
+        order = torch.arange(stop - first, device=device).roll(-text)
+        return order, torch.argsort(order)
 
 
 @torch.library.custom_op("foveate::tile_orders", mutates_args=())

@@ -8,6 +8,7 @@ Shapes: B batch, s tokens of this rank (of S in the group, tile order), H heads,
 r rank of the predictor, R query tiles of this rank, N key tiles of the group.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,26 +44,27 @@ class Kernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, pooled: Tensor | None) -> Pair:
         """out (B, s, H, D) and lse (B, H, s) over the tiles of `words` (B, H, R, W), None for all."""
-        name = "dense" if words is None else self.backend
         q, k, v = (self.widen(x) for x in (q, k, v))
         tiles = self.query_tile, self.kv_tile
-        return torch.ops.foveate.attend(q, k, v, words, pooled, name, *tiles, self.scale, self.deterministic)
+        return torch.ops.foveate.attend(q, k, v, words, pooled, self.backend, *tiles, self.scale, self.deterministic)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Pair, words: Tensor | None, pooled: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this part, float32 on the CPU. state: the merged out and lse."""
-        name = "dense" if words is None else self.backend
         dout, q, k, v, out = (self.widen(x) for x in (dout, q, k, v, state[0]))
         tiles = self.query_tile, self.kv_tile
         return torch.ops.foveate.attend_backward(
-            dout, None, q, k, v, out, state[1], words, pooled, name, *tiles, self.scale
+            dout, None, q, k, v, out, state[1], words, pooled, self.backend, *tiles, self.scale
         )
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one sparse call needs besides tensors. pooled: bool (H,) of heads with a pooled periphery, or None."""
+    """What one sparse call needs besides tensors. pooled: bool (H,) of heads with a pooled periphery, or None.
+
+    note: told how many tiles were fetched, and how many there are elsewhere.
+    """
 
     group: Group
     shards: Shards
@@ -70,6 +72,7 @@ class Job:
     pooled: Tensor | None
     where: str
     buffers: Buffers
+    note: Callable[[int, int], None] = lambda got, others: None
 
     @property
     def place(self) -> Place:
@@ -124,6 +127,7 @@ def sequence_forward(q: Tensor, k: Tensor, v: Tensor, words: Tensor, job: Job):
     shape = (k.shape[0], k.shape[2], k.shape[3])
     remote = Remote(arriving.wait(), fetch.got, None if means is None else means.wait(), place, shape)
     words_far = pack(others)
+    job.note(sum(fetch.counts[1]), k.shape[0] * k.shape[2] * place.others)
     k_far, v_far = remote.expand(kernel.widen(k), job.buffers)
     far = kernel.forward(q, k_far, v_far, words_far, job.pooled)
     merged = merge(*(AttnState(out.float(), lse) for out, lse in (near, far)))

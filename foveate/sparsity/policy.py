@@ -8,6 +8,7 @@ Shapes: B batch, S tokens in tile order, H heads, G key/value heads, D head dim.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,32 +88,50 @@ class Sparse:
 
     def choose(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, grad: bool) -> tuple[str, Selection | None]:
         """Learn and measure from one call, and say how it is to be computed: the mode, and the tiles it keeps."""
+        call = self.begin(layer, q.device, lambda: (q, k, v), grad)
+        if call.mode == "dense":
+            return call.mode, None
+        return call.mode, self.kept(call, (q.shape[0], q.shape[2]), lambda: self.selection(layer, q, k))
+
+    def begin(
+        self, layer: Layer, device: torch.device, whole: Callable[[], tuple[Tensor, Tensor, Tensor]], grad: bool
+    ) -> "Call":
+        """The first half of `choose`, which context parallelism calls by itself: learn, measure, say the mode.
+
+        whole: gives q, k, v of the whole sequence and all heads; asked for where something is learned or measured.
+        """
         index = layer.index
-        self._settle(index, q.device)
-        self.tokens[index] = q.shape[1]
+        self._settle(index, device)
+        self.tokens[index] = layer.grid.tokens
         again = torch._C._current_graph_task_id() >= 0  # inside a backward: recomputation
         live = grad if self.whole is None else self.whole
         free = self._free(layer, again)
-        if not again:
-            if free or (self.learning and live and self.training()):
+        teach = not again and (free or (self.learning and live and self.training()))
+        if teach or (self._profiles is not None and not again):
+            q, k, v = whole()
+            if teach:
                 self._teach(layer, q, k, LESSONS if free else 1)
             if self._profiles is not None:
                 self._profiles[index] = self._profile(layer, q, k, v)
-        mode = "dense" if free else self.mode
-        if not self.sparse_layers[index]:
-            mode = "dense"
+        mode = "dense" if free or not self.sparse_layers[index] else self.mode
         self.computed[mode] += 1
-        if mode == "dense":
-            return mode, None
+        return Call(layer, mode, again, live)
+
+    def kept(self, call: "Call", shape: tuple[int, int], select: Callable[[], Any]) -> Any:
+        """The second half: what `select` chooses (a Selection, or a part of one), or in recomputation chose before.
+
+        shape: batch and heads that it is for.
+        """
+        index, key = call.layer.index, (call.layer.grid.tokens, *shape)
         kept = self._kept.get(index)
-        if again and kept is not None and kept.waiting == 1 and kept.fits(q):
+        if call.again and kept is not None and kept.waiting == 1 and kept.key == key:
             kept.replayed = True
-            return mode, kept.selection
-        selection = self.selection(layer, q, k)
-        if live and not again:
+            return kept.selection
+        selection = select()
+        if call.live and not call.again:
             waiting = 1 if kept is None or kept.replayed else kept.waiting + 1
-            self._kept[index] = _Kept(selection, waiting)
-        return mode, selection
+            self._kept[index] = _Kept(selection, key, waiting)
+        return selection
 
     def compute(
         self, layer: Layer, mode: str, selection: Selection | None, q: Tensor, k: Tensor, v: Tensor
@@ -138,12 +157,19 @@ class Sparse:
         budget = self.budgets[layer.index]
         with torch.no_grad():
             if self.mode == "random":
-                return select_random(
-                    layer.grid, q.shape[0], q.shape[2], budget=budget, generator=self._generator(layer, q.device),
-                    device=q.device, query_tile=self.query_tile,
-                )  # fmt: skip
-            predictor = self._predictor(layer.index)
+                return self.random(layer, q.shape[0], q.device)
+            predictor = self.predictor(layer.index)
             return select(q, k, layer.grid, predictor=predictor, budget=budget, query_tile=self.query_tile)
+
+    def random(self, layer: Layer, batch: int, device: torch.device) -> Selection:
+        """As many tiles as this layer keeps, but any."""
+        budget, generator = self.budgets[layer.index], self._generator(layer, device)
+        options = {"budget": budget, "generator": generator, "device": device, "query_tile": self.query_tile}
+        return select_random(layer.grid, batch, self.heads, **options)
+
+    def predictor(self, index: int) -> Predictor | None:
+        """What chooses a layer's tiles now."""
+        return self.learners[index].predictor if self._frozen is None else self._frozen[index]
 
     @property
     def ready(self) -> bool:
@@ -221,9 +247,6 @@ class Sparse:
         self._calls[layer.index] += not again
         return self._calls[layer.index] <= self.free_steps
 
-    def _predictor(self, index: int) -> Predictor | None:
-        return self.learners[index].predictor if self._frozen is None else self._frozen[index]
-
     def _settle(self, index: int, device: torch.device) -> None:
         """Move a layer's tensors to where its queries are: a model may be moved after the policy was installed."""
         learner = self.learners[index]
@@ -237,7 +260,7 @@ class Sparse:
             self._frozen[index] = self.learners[index].predictor
 
     def _profile(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> HeadProfile:
-        predictor = self._predictor(layer.index)
+        predictor = self.predictor(layer.index)
         return profile(q, k, v, layer.grid, predictor=predictor, generator=self._generator(layer, q.device))
 
     def _seed(self, layer: Layer) -> int:
@@ -251,11 +274,18 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer: its mode, whether it is a recomputation, and whether it is part of training."""
+
+    layer: Layer
+    mode: str
+    again: bool
+    live: bool
+
+
 class _Kept:
     """The tiles of a layer's last training forward, for its recomputation. `waiting`: forwards without a backward."""
 
-    def __init__(self, selection: Selection, waiting: int):
-        self.selection, self.waiting, self.replayed = selection, waiting, False
-
-    def fits(self, q: Tensor) -> bool:
-        return self.selection.grid.tokens == q.shape[1] and self.selection.words.shape[:2] == (q.shape[0], q.shape[2])
+    def __init__(self, selection: Any, key: tuple[int, ...], waiting: int):
+        self.selection, self.key, self.waiting, self.replayed = selection, key, waiting, False
