@@ -25,6 +25,7 @@ Times are wall-clock seconds with the device synchronised, medians. The JSON is 
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -84,7 +85,7 @@ class Shape:
 
 
 WAN = Shape(heads=12, dim=128, layers=30, ffn=8960, text=512, text_dim=4096, short=8192)
-TOY = Shape(heads=2, dim=32, layers=6, ffn=128, text=16, text_dim=32, short=1024)
+TOY = Shape(heads=2, dim=32, layers=6, ffn=128, text=16, text_dim=32, short=512)
 
 
 def grid_of(tokens: int) -> VideoGrid:
@@ -487,6 +488,7 @@ def card(device: str) -> str:
 
 
 def free(device: str) -> None:
+    gc.collect()  # a model and what was installed in it refer to each other
     if device == "cuda":
         torch.cuda.empty_cache()
 

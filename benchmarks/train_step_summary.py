@@ -66,8 +66,8 @@ def summary(rows: Sequence[dict], layers: int, fa4: dict[int, float]) -> list[di
                 if r.get("tokens") == tokens and "measurement_s" in r and r["layers"] == layers
             ]
             line |= overheads(parts[tokens], dense, layers, real)
-        if tokens in fa4:
-            line |= {"dense_fa4_s_computed": with_fa4(rows, tokens, mode, dense, layers, fa4[tokens])}
+        computed = with_fa4(rows, tokens, mode, dense, layers, fa4[tokens]) if tokens in fa4 else None
+        line |= {} if computed is None else {"dense_fa4_s_computed": computed}
         for setting in (*DSV, *UNIFORM):
             seconds = get(steps, tokens, mode, setting, layers)
             if seconds is None:
@@ -76,8 +76,8 @@ def summary(rows: Sequence[dict], layers: int, fa4: dict[int, float]) -> list[di
             row = steps[tokens, mode, setting.name, layers if whole else 1]
             memory = {name: size for name, size in row.items() if name.endswith("_gib")}
             line[setting.name] = {"amortised_s": seconds, "times_faster": dense / seconds, **memory}
-            if "dense_fa4_s_computed" in line:
-                line[setting.name]["times_faster_than_fa4_computed"] = line["dense_fa4_s_computed"] / seconds
+            if computed is not None:
+                line[setting.name]["times_faster_than_fa4_computed"] = computed / seconds
         found.append(line)
     return found
 
@@ -114,9 +114,11 @@ def overheads(part: dict, dense: float, layers: int, measured: Sequence[float]) 
     }
 
 
-def with_fa4(rows: Sequence[dict], tokens: int, mode: str, dense: float, layers: int, ratio: float) -> float:
+def with_fa4(rows: Sequence[dict], tokens: int, mode: str, dense: float, layers: int, ratio: float) -> float | None:
     """The dense step if attention took flash-attn-4's share of what torch's fastest took: computed, not run."""
     times = [r["ms"] for r in rows if r["what"] == "dense attention" and r["tokens"] == tokens]
+    if not times:
+        return None
     forward, backward = min(times, key=sum)
     once = forward + backward + (forward if mode == "block" else 0.0)
     return dense - layers * once / 1e3 * (1 - ratio)
