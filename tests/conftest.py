@@ -1,4 +1,4 @@
-"""Shared by all tests: where ../shared/data is, and empty buffers that are poisoned."""
+"""Shared by all tests: where ../shared/data is, empty buffers that are poisoned, gloo ranks."""
 
 import os
 from collections.abc import Callable
@@ -19,6 +19,16 @@ def poisoned_buffers():
     yield
     torch.utils.deterministic.fill_uninitialized_memory = before[0]
     torch.use_deterministic_algorithms(before[1])
+
+
+@pytest.fixture(scope="session")
+def worlds():
+    """Real gloo ranks, `worlds(size).run(task, *args)`, started when first asked for (worlds.py)."""
+    from worlds import Worlds
+
+    made = Worlds()
+    yield made
+    made.stop()
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """`parallelize` on real gloo ranks against one process: outputs and every parameter's gradient (CASES 16 to 26, 30)."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from worlds import Worlds
 
@@ -18,13 +16,6 @@ from foveate.parallel.policy import Fixed, Parallel
 from foveate.sparsity.policy import Sparse
 
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="session")
-def worlds():
-    made = Worlds()
-    yield made
-    made.stop()
 
 
 def awake(model: nn.Module) -> nn.Module:
@@ -127,3 +118,218 @@ def test_outputs_and_all_gradients_equal_one_process(kind: str, head: int, seque
     for ours in found:
         assert_same(ours, truth)
     assert all(torch.equal(x["output"], found[0]["output"]) for x in found), "ranks return different outputs"
+
+
+def train(replica: int, model: nn.Module, generator: Callable, finish: Callable) -> dict[str, Tensor]:
+    """One step on a replica's own clip of two, its noise and level from `generator`."""
+    clip = torch.randn(2, 3, 5, 22, 20, generator=torch.Generator().manual_seed(5))[replica][None]
+    draw = generator(3, 0)
+    noise, sigma = torch.randn(clip.shape, generator=draw), torch.rand(1, generator=draw)
+    out = model((1 - sigma) * clip + sigma * noise, sigma)
+    (out - (noise - clip)).square().mean().backward()
+    finish()
+    return {"noise": noise, "output": out.detach()}
+
+
+def replicated(wrapper: str) -> dict[str, Tensor]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    model, _, grid = dit()
+    installed = adapters.install(model, fixed(VideoGrid(5, 11, 10), 4))
+    installed.policy = Fixed({0: one_clip(fixed(grid, 4).selections[0])}, "pool", backend="torch")
+    handle = parallelize(model, ParallelConfig(head=2, sequence=1))
+    names = dict(model.named_parameters())
+    wrapped: nn.Module = model
+    if wrapper == "fsdp":
+        for block in model.blocks:
+            fully_shard(block)
+        wrapped = fully_shard(model)
+        names = dict(model.named_parameters())
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(model)
+    finish = handle.reduce_gradients if wrapper == "none" else lambda: None
+    found = train(handle.replica, wrapped, handle.generator, finish)
+    if wrapper == "fsdp":
+        with pytest.raises(ValueError, match="sharded by FSDP"):
+            handle.reduce_gradients()
+    found |= {name: full(p.grad) for name, p in names.items()}
+    assert handle.mesh().mesh_dim_names == ("data", "sequence", "head")
+    handle.remove()
+    installed.remove()
+    return found
+
+
+def one_clip(selection: Selection) -> Selection:
+    return Selection(selection.words[:1], selection.grid)
+
+
+def full(x) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x.clone()
+
+
+@pytest.mark.parametrize("wrapper", ["none", "ddp", "fsdp"])
+def test_two_replicas_of_two_ranks_give_the_gradient_of_two_clips(wrapper: str, worlds: Worlds) -> None:
+    """CASES 23 and 24: loss scaling of data-parallel x context-parallel, and the noise of peers."""
+    found = worlds(4).run(replicated, wrapper)
+    noises = [x["noise"] for x in found]
+    assert torch.equal(noises[0], noises[1])
+    assert torch.equal(noises[2], noises[3])
+    assert not torch.equal(noises[0], noises[2])
+    truth: dict[str, Tensor] = {}
+    for replica in (0, 1):
+        model, _, grid = dit()
+        policy = Fixed({0: one_clip(fixed(grid, 4).selections[0])}, "pool", backend="torch")
+
+        def stream(*numbers: int, replica: int = replica) -> torch.Generator:
+            return torch.Generator().manual_seed(hash((*numbers, replica)) & 0x7FFF_FFFF_FFFF_FFFF)
+
+        with adapters.install(model, policy):
+            train(replica, model, stream, lambda: None)
+        for name, p in model.named_parameters():
+            truth[name] = truth.get(name, 0) + p.grad / 2
+    for ours in found:
+        assert_same(ours, truth)
+
+
+FAST = {"warmup": 3, "learn_from": 2, "often": 2, "rare": 4, "force": True}
+STEPS = 10
+
+
+def sparse_training(head: int, sequence: int, checkpointing: bool = False) -> tuple[list[float], dict, dict]:
+    """Losses, predictors and what was computed of a short run in which the controller goes sparse."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    model, _, _ = dit()
+    if checkpointing:
+        apply_activation_checkpointing(model, check_fn=lambda x: type(x).__name__ == "Block")
+    config = SparsityConfig(tolerance=0.5, periphery="pool", **FAST)
+    ranks = head * sequence > 1
+    handle = sparsify(model, config, reduce=mean_over_ranks if ranks else None)
+    parallel = parallelize(model, ParallelConfig(head=head, sequence=sequence, replan=3, plan="all")) if ranks else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(step)
+        x, sigma = torch.randn(1, 3, 5, 22, 20, generator=draw), torch.rand(1, generator=draw)
+        loss = (model(x, sigma) + x).square().mean()
+        loss.backward()
+        if parallel is not None:
+            parallel.reduce_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        handle.step()
+        if parallel is not None:
+            parallel.step()
+        losses.append(loss.item())
+    state, computed = handle.state_dict()["predictors"], dict(handle.policy.computed)
+    if parallel is not None:
+        assert isinstance(handle.policy, Sparse)
+        assert handle.installed.policy is parallel.policy
+        parallel.remove()
+        assert handle.installed.policy is handle.policy
+    handle.remove()
+    return losses, state, computed
+
+
+@pytest.mark.parametrize(("head", "sequence", "checkpointing"), [(2, 1, False), (1, 2, True), (2, 2, False)])
+def test_sparse_training_on_ranks_follows_one_process(
+    head: int, sequence: int, checkpointing: bool, worlds: Worlds
+) -> None:
+    """The controller, the predictors and the losses, through dense steps, lessons, decisions and sparse steps."""
+    losses, state, computed = sparse_training(1, 1)
+    assert computed["sparse"] > 4
+    for ours, predictors, counted in worlds(head * sequence).run(sparse_training, head, sequence, checkpointing):
+        assert torch.tensor(ours).allclose(torch.tensor(losses), rtol=1e-4)
+        if not checkpointing:
+            assert counted == computed
+        for name, theirs in state.items():
+            assert torch.allclose(predictors[name].float(), theirs.float(), rtol=5e-2, atol=2e-3), name
+
+
+def enabled_again(kind: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+    model, inputs, _ = make(kind)
+    keys, hooks = list(model.state_dict()), count_hooks(model)
+    outputs = []
+    with torch.no_grad():
+        plain = model(*inputs)
+        for head, sequence in ((2, 1), (1, 2), (2, 1)):
+            handle = parallelize(model, ParallelConfig(head=head, sequence=sequence))
+            with pytest.raises(ValueError, match="parallelized already"):
+                parallelize(model, ParallelConfig(head=2))
+            outputs.append(model(*inputs))
+            handle.remove()
+            handle.remove()
+        again = model(*inputs)
+    assert list(model.state_dict()) == keys
+    assert count_hooks(model) == hooks
+    return plain, again, outputs
+
+
+def count_hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+def test_remove_leaves_no_trace(worlds: Worlds) -> None:
+    for plain, again, outputs in worlds(2).run(enabled_again, "dit"):
+        assert torch.equal(plain, again)
+        assert all(torch.allclose(x, plain, rtol=1e-4, atol=1e-5) for x in outputs)
+
+
+def different_inputs() -> str:
+    model, (x, sigma), _ = dit()
+    handle = parallelize(model, ParallelConfig(head=2))
+    try:
+        model(x + torch.distributed.get_rank(), sigma)
+    except ValueError as error:
+        return str(error)
+    finally:
+        handle.remove()
+    return "no error"
+
+
+def test_inputs_that_differ_between_peers_are_refused(worlds: Worlds) -> None:
+    for message in worlds(2).run(different_inputs):
+        assert "ranks [1] were given other inputs than rank 0" in message
+
+
+def refused() -> list[str]:
+    messages = []
+    small = VideoDiT(DiTConfig(width=32, depth=1, heads=1, patch=(1, 2, 2)))
+    for model, config in (
+        (small, {"head": 2}),
+        (small, {"head": 1, "sequence": 3}),
+        (nn.Linear(2, 2), {"sequence": 2}),
+    ):
+        try:
+            parallelize(model, ParallelConfig(**config))
+            messages.append("no error")
+        except ValueError as error:
+            messages.append(str(error))
+    with adapters.install(small, lambda layer, q, k, v: q):
+        try:
+            parallelize(small, ParallelConfig(sequence=2))
+        except ValueError as error:
+            messages.append(str(error))
+    handle = parallelize(small, ParallelConfig(sequence=2))
+    try:
+        small(torch.randn(1, 3, 1, 8, 8), torch.rand(1))  # 16 tokens
+    except ValueError as error:
+        messages.append(str(error))
+    handle.remove()
+    return messages
+
+
+def test_what_cannot_be_sharded_is_refused_with_advice(worlds: Worlds) -> None:
+    expected = [
+        "1 heads cannot be spread over head=2 ranks", "do not divide the 2 of this job", "no adapter for Linear",
+        "cannot be run with context parallelism", "too few for 2 context-parallel ranks",
+    ]  # fmt: skip
+    for messages in worlds(2).run(refused):
+        for message, words in zip(messages, expected, strict=True):
+            assert words in message
+    for bad in ({"head": 0}, {"plan": "best"}, {"fetch_cap": 1.5}, {"timeout": 0}, {"replan": 0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            ParallelConfig(**bad)
+    with pytest.raises(ValueError, match="torchrun"):
+        parallelize(nn.Linear(2, 2), ParallelConfig())

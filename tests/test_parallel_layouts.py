@@ -22,13 +22,6 @@ TOLERANCE = 1e-5
 MADE: dict[tuple[int, int], tuple[Group, Group]] = {}
 
 
-@pytest.fixture(scope="session")
-def worlds():
-    made = Worlds()
-    yield made
-    made.stop()
-
-
 def layout(head: int, sequence: int) -> tuple[Group, Group]:
     """Head and sequence groups of this rank, made once a process: ranks r * head + u."""
     if (head, sequence) not in MADE:
