@@ -30,6 +30,9 @@ GRACE = 10.0  # seconds in which ranks that live have to say so
 SPARE = 20.0  # NCCL's own watchdog ends the process this much later, after the names have been logged
 
 
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in 2.13
+
+
 class CommError(RuntimeError):
     """A collective did not complete; the message names it, and the ranks that did not answer."""
 
@@ -145,7 +148,7 @@ class Group:
         TRAFFIC.sent[what.partition(" of ")[0]] += (self.size - 1) * send.numel() * send.element_size()
 
         def launch(out: Tensor, given: Tensor) -> Any:
-            return dist.all_gather_into_tensor(out, given, group=self._group, async_op=True)
+            return _all_gather(out, given, group=self._group, async_op=True)
 
         pending = self._run(launch, send, receive, what)
 

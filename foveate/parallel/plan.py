@@ -222,7 +222,9 @@ def _search(prices: Sequence[float], ranks: int, known: float) -> list[list[int]
         import numpy as np
         from scipy import optimize
     except ImportError:
-        _say_once("scipy is not installed: heads are assigned longest first, not refined (pip install scipy)")
+        _say_once(
+            "scipy is not installed: heads are assigned longest first, not refined (pip install 'foveate[parallel]')"
+        )
         return None
     order = sorted(range(len(prices)), key=lambda h: (round(prices[h] / max(prices), 6), h))
     kinds = [list(same) for _, same in groupby(order, key=lambda h: round(prices[h] / max(prices), 6))]
