@@ -46,19 +46,21 @@ def random_mask(grid: VideoGrid, batch: int, heads: int, query_tile: int = 64) -
     return mask | grid.text_tiles() | grid.text_tiles(query_tile)[:, None]
 
 
-def whole(grid, shape, dtype, mask, periphery, query_tile=64) -> list[Tensor]:
-    """out, dq, dk, dv of one process."""
-    q, k, v, dout = tensors(grid, *shape, dtype)
+def whole(grid, shape, dtype, mask, periphery, query_tile=64, device="cpu", backend="torch") -> list[Tensor]:
+    """out, dq, dk, dv of one process, on the CPU in the end."""
+    q, k, v, dout = (x.to(device) for x in tensors(grid, *shape, dtype))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    selection = None if mask is None else Selection.from_dense(mask, grid, query_tile=query_tile)
-    out = attend(*leaves, selection=selection, periphery=periphery, backend="torch").out
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    selection = None if mask is None else Selection.from_dense(mask, grid, query_tile=query_tile).to(device)
+    out = attend(*leaves, selection=selection, periphery=periphery, backend=backend).out
+    return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout))]
 
 
-def sharded(grid, shape, dtype, mask, periphery, head, sequence, order=None, query_tile=64) -> list[Tensor]:
+def sharded(
+    grid, shape, dtype, mask, periphery, head, sequence, order=None, query_tile=64, device="cpu", backend="torch"
+) -> list[Tensor]:
     """The same of this rank's shard, by the layout head x sequence. mask None: dense."""
     heads, groups = layout(head, sequence)
-    q, k, v, dout = tensors(grid, *shape, dtype)
+    q, k, v, dout = (x.to(device) for x in tensors(grid, *shape, dtype))
     shards = Shards.cut(grid.tokens, head * sequence, query_tile)
     first, stop = shards.bounds[dist.get_rank()], shards.bounds[dist.get_rank() + 1]
     leaves = [x[:, first:stop].clone().requires_grad_() for x in (q, k, v)]
@@ -67,7 +69,7 @@ def sharded(grid, shape, dtype, mask, periphery, head, sequence, order=None, que
     at = groups.rank * head
     run = Shards(tuple(b - shards.bounds[at] for b in shards.bounds[at : at + head + 1]))
     own = exchange_qkv(*leaves, assigned, run, heads, "layer")
-    kernel = Kernel(scale=shape[3] ** -0.5, backend="torch", query_tile=query_tile)
+    kernel = Kernel(scale=shape[3] ** -0.5, backend=backend, query_tile=query_tile)
     merged = shards.merged(head)
     if mask is None:
         out = attend_ring(*own, merged, groups, kernel, "layer")
@@ -75,11 +77,11 @@ def sharded(grid, shape, dtype, mask, periphery, head, sequence, order=None, que
         mine = list(assigned.expanded(repeats).of[heads.rank])
         rows = slice(merged.bounds[groups.rank] // query_tile, -(-merged.bounds[groups.rank + 1] // query_tile))
         names = [periphery] * shape[1] if isinstance(periphery, str) else periphery
-        pooled = torch.tensor([names[h] == "pool" for h in mine]) if "pool" in names else None
+        pooled = torch.tensor([names[h] == "pool" for h in mine], device=device) if "pool" in names else None
         job = Job(groups, merged, kernel, pooled, "layer", Buffers())
-        out = attend_sequence(*own, pack(mask[:, mine][:, :, rows]), job)
+        out = attend_sequence(*own, pack(mask[:, mine][:, :, rows]).to(device), job)
     out = return_out(out, assigned, repeats, run, heads, "layer")
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout[:, first:stop])]
+    return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout[:, first:stop]))]
 
 
 def joined(parts: list[list[Tensor]]) -> list[Tensor]:

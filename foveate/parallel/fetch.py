@@ -67,10 +67,13 @@ class Fetch:
         need = mask.any(2).unflatten(1, (groups, -1)).any(2)
         need[..., first:stop] = False
         told = group.gather(pack(need).unsqueeze(0), [1] * group.size, f"wanted tiles of {where}").wait()
-        self._given = unpack(torch.cat(told), place.tiles)[..., first:stop]  # (P, B, G, n): by whom my tiles are wanted
-        self._need = torch.cat([need[..., a:b].flatten() for a, b in pairwise(place.bounds)])
-        received = [need[..., a:b].sum() for a, b in pairwise(place.bounds)]
-        self._counts = HostNumbers(torch.stack([self._given.flatten(1).sum(1), torch.stack(received)]))
+        given = unpack(torch.cat(told), place.tiles)[..., first:stop]  # (P, B, G, n): by whom my tiles are wanted
+        wanted = [need[..., a:b].flatten() for a, b in pairwise(place.bounds)]
+        # Everything is worked out here, for as many tiles as there are; once the counts are known it is only cut off.
+        self._given = _given_places(given)
+        known = _places(need.shape[0], groups, tuple(place.bounds), place.rank, need.device)
+        self._got = known[:, _true_first(torch.cat(wanted))]
+        self._counts = HostNumbers(torch.stack([given.flatten(1).sum(1), torch.stack([x.sum() for x in wanted])]))
         self.ready = self._counts.event
 
     @cached_property
@@ -79,27 +82,22 @@ class Fetch:
         send, receive = self._counts.get()
         return send, receive
 
-    @cached_property
-    def given(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Batch, tile and head of every tile sent, in the order they are sent."""
-        flat = _true_places(self._given, sum(self.counts[0]))
-        _, batch, groups, tiles = self._given.shape
-        return flat // (groups * tiles) % batch, flat % tiles, flat // tiles % groups
+    @property
+    def given(self) -> Tensor:
+        """int64 (3, tiles sent): batch, tile and head of each, in the order they are sent."""
+        return self._given[:, : sum(self.counts[0])]
 
-    @cached_property
-    def got(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Batch, tile (counted among the others' tiles) and head of every tile received, in the order of arrival."""
-        flat = _true_places(self._need, sum(self.counts[1]))
-        batch = self._given.shape[1]
-        where = _places(batch, self.groups, tuple(self.place.bounds), self.place.rank, flat.device)[:, flat]
-        return where[0], where[1], where[2]
+    @property
+    def got(self) -> Tensor:
+        """int64 (3, L): batch, tile (counted among the others' tiles) and head of each, in the order of arrival."""
+        return self._got[:, : sum(self.counts[1])]
 
     def start(self, k: Tensor, v: Tensor):
         """Send the wanted tiles of k, v (B, s, G, D); result: Pending of tiles (L, 2, T, D), keys and values."""
         with self.group.aside(self.ready):
             batch, tile, head = self.given
             sent = torch.stack([tiles_of(x, self.place.tile)[batch, tile, :, head] for x in (k, v)], 1)
-            self.group.lend(k, v, self._given, self._need)
+            self.group.lend(k, v, self._given)
             return self.group.all_to_all(sent, *self.counts, f"selected tiles of {self.where}")
 
     def start_back(self, gradients: Tensor):
@@ -111,7 +109,7 @@ class Fetch:
         """Add what `start_back` brought to the gradients of own tiles (B, n, T, G, D), rank by rank, in place."""
         at = 0
         for count in self.counts[0]:
-            batch, tile, head = (x[at : at + count] for x in self.given)
+            batch, tile, head = self.given[:, at : at + count]
             for total, part in ((dk, returned[at : at + count, 0]), (dv, returned[at : at + count, 1])):
                 total[batch, tile, :, head] += part  # one rank asks for a tile once: no index occurs twice
             at += count
@@ -148,11 +146,11 @@ def return_means(gradients: Tensor, place: Place, group: Group, where: str):
 class Remote:
     """The other ranks' keys and values as one sequence of m tiles: fetched ones in place, the others their mean, or 0.
 
-    tiles (L, 2, T, D), at `got` (batch, tile, head); means (2, B, m, G, D) or None.
+    tiles (L, 2, T, D), at `got` int64 (3, L): batch, tile, head; means (2, B, m, G, D) or None.
     """
 
     tiles: Tensor
-    got: tuple[Tensor, Tensor, Tensor]
+    got: Tensor
     means: Tensor | None
     place: Place
     shape: tuple[int, int, int]  # B, G, D
@@ -204,9 +202,16 @@ def _means(x: Tensor, tile: int) -> Tensor:
     return sums / tile_sizes(x.shape[1], tile, x.device)[:, None, None]
 
 
-def _true_places(mask: Tensor, count: int) -> Tensor:
-    """Ascending places of the `count` True elements of the flattened mask; does not wait for the device."""
-    return torch.argsort(mask.flatten().to(torch.uint8), descending=True, stable=True)[:count]
+def _true_first(mask: Tensor) -> Tensor:
+    """Places of a flat mask, True ones first, ascending: what nonzero gives, of a size that does not depend on data."""
+    return torch.argsort(mask.to(torch.uint8), descending=True, stable=True)
+
+
+def _given_places(given: Tensor) -> Tensor:
+    """int64 (3, P * B * G * n): batch, tile and head by `_true_first` of a mask (P, B, G, n)."""
+    flat = _true_first(given.flatten())
+    _, batch, groups, tiles = given.shape
+    return torch.stack([flat // (groups * tiles) % batch, flat % tiles, flat // tiles % groups])
 
 
 @lru_cache(maxsize=64)
