@@ -42,20 +42,20 @@ def tiny(name: str) -> tuple[nn.Module, dict, VideoGrid]:
     return model, inputs, VideoGrid(5, 7, 9, text=CASES[name].text)
 
 
-def fixed(grid: VideoGrid, heads: int, periphery="drop") -> Fixed:
+def fixed(grid: VideoGrid, heads: int, periphery="drop", device: str = "cpu") -> Fixed:
     """Layer 0 sparse by random tiles, 3 to 60 % by head, layer 1 dense."""
     draw = torch.Generator().manual_seed(2)
     shape = (2, heads, grid.tiles(), grid.tiles())
     mask = torch.rand(shape, generator=draw) < torch.linspace(0.03, 0.6, heads)[:, None, None]
     mask |= torch.eye(grid.tiles(), dtype=torch.bool) | grid.text_tiles() | grid.text_tiles()[:, None]
-    return Fixed({0: Selection.from_dense(mask, grid)}, periphery, backend="torch")
+    return Fixed({0: Selection.from_dense(mask, grid).to(device)}, periphery, backend="torch")
 
 
 def results(model: nn.Module, inputs: tuple | dict, finish: Callable = lambda: None) -> dict[str, Tensor]:
     """The output, and all parameters' gradients of a fixed random mixture of it."""
     model.zero_grad()
     out = model(*inputs) if isinstance(inputs, tuple) else model(**inputs, return_dict=False)[0]
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7))
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.device)
     (out * weight).mean().backward()
     finish()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -79,10 +79,21 @@ def make(kind: str):
     return dit(int(kind[3:] or 4)) if kind.startswith("dit") else tiny(kind)
 
 
-def one_process(kind: str, periphery="drop") -> dict[str, Tensor]:
-    model, inputs, grid = make(kind)
-    with adapters.install(model, fixed(grid, adapters_heads(model), periphery)):
-        return results(model, inputs)
+def one_process(kind: str, periphery="drop", device: str = "cpu") -> dict[str, Tensor]:
+    model, inputs, grid = moved(device, *make(kind))
+    with adapters.install(model, fixed(grid, adapters_heads(model), periphery, device)):
+        return on_cpu(results(model, inputs))
+
+
+def moved(device: str, model: nn.Module, inputs: tuple | dict, grid: VideoGrid) -> tuple:
+    if device == "cpu":
+        return model, inputs, grid
+    assert isinstance(inputs, tuple)
+    return model.to(device), tuple(x.to(device) for x in inputs), grid
+
+
+def on_cpu(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.cpu() for name, x in found.items()}
 
 
 def adapters_heads(model: nn.Module) -> int:
@@ -90,12 +101,12 @@ def adapters_heads(model: nn.Module) -> int:
         return installed.heads
 
 
-def on_ranks(kind: str, head: int, sequence: int, periphery="drop") -> dict[str, Tensor]:
-    model, inputs, grid = make(kind)
-    installed = adapters.install(model, fixed(grid, adapters_heads(model), periphery))
+def on_ranks(kind: str, head: int, sequence: int, periphery="drop", device: str = "cpu") -> dict[str, Tensor]:
+    model, inputs, grid = moved(device, *make(kind))
+    installed = adapters.install(model, fixed(grid, adapters_heads(model), periphery, device))
     handle = parallelize(model, ParallelConfig(head=head, sequence=sequence))
     assert isinstance(installed.policy, Parallel)
-    found = results(model, inputs, handle.reduce_gradients)
+    found = on_cpu(results(model, inputs, handle.reduce_gradients))
     handle.remove()
     installed.remove()
     return found
