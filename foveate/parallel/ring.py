@@ -1,5 +1,6 @@
-"""Dense attention round a ring: keys and values pass from rank to rank while each attends to what it holds
-(Ring Attention, arXiv 2310.01889), merged by lse in float32. Shards may be uneven.
+"""Attention round a ring: keys and values pass from rank to rank while each attends to what it holds (Ring Attention,
+arXiv 2310.01889), merged by lse in float32. Shards may be uneven. Dense, or of kept tiles only: then everything travels
+all the same, which is what a ring without selected exchange costs (benchmarks/bench_parallel.py).
 
 Shapes: B batch, s tokens of this rank, t of the rank whose keys are here, H heads, G key/value heads, D head dim.
 """
@@ -11,31 +12,43 @@ import torch
 from torch import Tensor
 
 from foveate.attention import AttnState, merge
+from foveate.kernels.bits import pack, unpack
 from foveate.parallel.comm import Group, Shards
+from foveate.parallel.fetch import Place
 from foveate.parallel.sequence import Kernel, Pair
 
 
-def attend_ring(q: Tensor, k: Tensor, v: Tensor, shards: Shards, group: Group, kernel: Kernel, where: str) -> Tensor:
-    """Dense attention of q (B, s, H, D) over all ranks' k, v (B, s, G, D): out (B, s, H, D), differentiable."""
-    return RingAttention.apply(q, k, v, shards, group, kernel, where)  # type: ignore[return-value]
+def attend_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Shards,
+    group: Group,
+    kernel: Kernel,
+    where: str,
+    words: Tensor | None = None,
+) -> Tensor:
+    """Attention of q (B, s, H, D) over all ranks' k, v (B, s, G, D): out (B, s, H, D), differentiable.
+
+    words: int32 (B, H, R, W), the tiles of the whole sequence that this rank's query tiles keep; None: all.
+    """
+    return RingAttention.apply(q, k, v, words, shards, group, kernel, where)  # type: ignore[return-value]
 
 
 class RingAttention(torch.autograd.Function):
     """`attend_ring`. In the backward float32 gradients of keys and values travel with them, and end at their owner."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, shards: Shards, group: Group, kernel: Kernel, where: str
-    ) -> Tensor:
-        out, lse = ring_forward(q, k, v, shards, group, kernel, where)
-        ctx.rest = shards, group, kernel, where
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, *rest: Any) -> Tensor:
+        out, lse = ring_forward(q, k, v, words, *rest)
+        ctx.rest = rest
+        ctx.save_for_backward(q, k, v, out, lse, words)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        q, k, v, out, lse = ctx.saved_tensors
-        return *ring_backward(grads[0], q, k, v, (out, lse), *ctx.rest), None, None, None, None
+        q, k, v, out, lse, words = ctx.saved_tensors
+        return *ring_backward(grads[0], q, k, v, (out, lse), words, *ctx.rest), None, None, None, None, None
 
 
 def around(k: Tensor, v: Tensor, shards: Shards, group: Group, where: str) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -56,11 +69,13 @@ def around(k: Tensor, v: Tensor, shards: Shards, group: Group, where: str) -> It
             held = coming.wait()
 
 
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, shards: Shards, group: Group, kernel: Kernel, where: str) -> Pair:
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, shards: Shards, group: Group, kernel: Kernel, where: str
+) -> Pair:
     """out (B, s, H, D) in q's dtype and lse (B, H, s)."""
     state = None
-    for _, keys, values in around(k, v, shards, group, where):
-        out, lse = kernel.forward(q, keys, values, None, None)
+    for owner, keys, values in around(k, v, shards, group, where):
+        out, lse = kernel.forward(q, keys, values, _words_of(words, owner, shards, kernel), None)
         part = AttnState(out.float(), lse)
         state = part if state is None else merge(state, part)
     assert state is not None
@@ -68,12 +83,22 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, shards: Shards, group: Group, 
 
 
 def ring_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Pair, shards: Shards, group: Group, kernel: Kernel, where: str
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Pair,
+    words: Tensor | None,
+    shards: Shards,
+    group: Group,
+    kernel: Kernel,
+    where: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the inputs' dtypes."""
     dq, travelling = None, None
-    for step, (_, keys, values) in enumerate(around(k, v, shards, group, where)):
-        dq_part, dk, dv = kernel.backward(dout.contiguous(), q, keys, values, state, None, None)
+    for step, (owner, keys, values) in enumerate(around(k, v, shards, group, where)):
+        here = _words_of(words, owner, shards, kernel)
+        dq_part, dk, dv = kernel.backward(dout.contiguous(), q, keys, values, state, here, None)
         dq = dq_part.float() if dq is None else dq + dq_part.float()
         total = torch.stack([dk.float(), dv.float()]).movedim(2, 0)
         if travelling is not None:
@@ -85,3 +110,11 @@ def ring_backward(
     assert travelling is not None
     dk, dv = travelling.wait().movedim(0, 2).unbind(0)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _words_of(words: Tensor | None, owner: int, shards: Shards, kernel: Kernel) -> Tensor | None:
+    """What is kept of one rank's tiles."""
+    if words is None:
+        return None
+    place = Place(shards, owner, kernel.kv_tile)
+    return pack(place.split(unpack(words, place.tiles))[0])
