@@ -160,17 +160,15 @@ class Branch:
         for meter in self.meters:
             meter.forget_changes()
 
-    def end(self, record: StepRecord, reduce: Callable[[Tensor], Tensor] | None) -> None:
-        """After the last layer: send the measurements of this process's parts off."""
+    def end(self, record: StepRecord, gather: Callable[[Tensor], Tensor] | None) -> None:
+        """After the last layer: send the measurements off. gather: from this rank's parts (L, 1, N + 1, 5) to all."""
         assert self.plan is not None
         record.bytes_held = self.bytes()
         if not any(found is not None for found in self.sums):
             return
         blank = torch.zeros(len(self.spans), len(self.bundles) + 1, len(FIELDS), device=self.device)
         mine = torch.stack([blank if found is None else found for found in self.sums])
-        whole = torch.zeros(self.layers, self.layout.parts, *mine.shape[2:], device=self.device)
-        whole[:, slice(*self.layout.mine)] = mine
-        sums, arrived = _to_host(whole if reduce is None else reduce(whole))
+        sums, arrived = _to_host(mine if gather is None else gather(mine))
         self._pending = Pending(sums, arrived, *self._growth, self.plan.fresh, record)
 
     def _take_in(self) -> None:

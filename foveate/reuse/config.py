@@ -29,6 +29,9 @@ class ReuseConfig:
     audit: also compute every held state of the sampled rows, for `report()`'s actual errors at every step and not at
         anchors only. Costs rows / tokens of exact attention; one process only.
     clamp: largest change of a held log-sum-exp by extrapolation.
+    cfg, head: under torchrun, how ranks are spread: cfg x sequence x head. cfg 2 gives each of two CFG branches half of
+        the ranks (pipelines that call the model for "cond", then for "uncond"). head: ranks that share the heads of the
+        same tokens; None: the ranks of a node.
     backend: of the fresh attention, as `attend`'s.
     """
 
@@ -46,6 +49,8 @@ class ReuseConfig:
     rows: int = 512
     audit: bool = False
     clamp: float = 0.7
+    cfg: Literal[1, 2] = 1
+    head: int | None = None
     backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -73,10 +78,19 @@ class ReuseConfig:
             raise ValueError(f"memory_gib must be at least 0, got {self.memory_gib}")
         if self.dtype not in (None, "bfloat16", "float16", "float32"):
             raise ValueError(f"dtype must be bfloat16, float16, float32 or None, got {self.dtype!r}")
+        if self.cfg not in (1, 2):
+            raise ValueError(f"cfg must be 1 or 2, got {self.cfg}")
+        if self.head is not None and self.head < 1:
+            raise ValueError(f"head must be at least 1, or None for the ranks of a node, got {self.head}")
         if self.clamp <= 0:
             raise ValueError(f"clamp must be above 0, got {self.clamp}")
         if self.backend not in ("auto", *BACKENDS):
             raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {self.backend!r}")
+
+    @property
+    def whole(self) -> bool:
+        """Whether a layer is held or computed whole, by one state that covers all keys."""
+        return self.states == 1 and self.local == "held"
 
     @property
     def exact(self) -> bool:

@@ -9,17 +9,21 @@ Shapes: see policy.py.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from foveate.attention import Dense
 from foveate.models import adapters
+from foveate.parallel.policy import Parallel
 from foveate.reuse.config import ReuseConfig
 from foveate.reuse.policy import Place, Reuse
+from foveate.reuse.ranks import Team
 from foveate.reuse.report import ReuseReport
 
 log = logging.getLogger("foveate")
@@ -30,8 +34,9 @@ def reuse(pipe_or_transformer: Any, config: ReuseConfig | None = None) -> "Reuse
 
     A pipeline: every transformer of it that models/adapters.py knows (Wan 2.2 has two), step and noise level from its
     calls' `cache_context` or its scheduler. A transformer (or the built-in VideoDiT): from `cache_context`, which
-    `foveate.sample.generate` enters too, or from `handle.during`. Raises ValueError for models that are not known or
-    have a policy installed already.
+    `foveate.sample.generate` enters too, or from `handle.during`. Under torchrun all ranks call it alike, and get the
+    whole result. Where a policy is installed already (`sparsify`, `parallelize`), layers are computed by it and held
+    whole. Raises ValueError for models that are not known.
     """
     return ReuseHandle(pipe_or_transformer, config or ReuseConfig())
 
@@ -46,6 +51,7 @@ class ReuseHandle:
         self.installed: list[adapters.Installed] = []
         self.policies: list[Reuse] = []
         self._hooks: list[Any] = []
+        self._undo: list[Callable[[], Any]] = []
         try:
             for model in models:
                 self._install(model, pipe)
@@ -54,10 +60,24 @@ class ReuseHandle:
             raise
 
     def _install(self, model: nn.Module, pipe: Any) -> None:
-        installed = adapters.install(model, Dense())
-        self.installed.append(installed)
-        policy = Reuse(len(installed.layers), self.config, place=_scheduler(pipe), guidance=_guidance(pipe, model))
+        found = adapters.installed(model)
+        inner = None if found is None else found.policy
+        if isinstance(inner, Reuse):
+            raise ValueError("the model reuses states already: remove() that first")
+        installed = adapters.install(model, Dense()) if found is None else found
+        self._undo.append(installed.remove if found is None else partial(setattr, installed, "policy", inner))
+        team = None
+        if isinstance(inner, Parallel):
+            team = Team(installed, self.config, inner)
+        elif found is None and dist.is_initialized() and dist.get_world_size() > 1:
+            team = Team(installed, self.config)
+            self._undo.append(team.remove)
+        policy = Reuse(
+            len(installed.layers), self.config, inner=inner, team=team, place=_scheduler(pipe),
+            guidance=_guidance(pipe, model),
+        )  # fmt: skip
         installed.policy = policy
+        self.installed.append(installed)
         self.policies.append(policy)
         self._hooks.append(installed.root.register_forward_pre_hook(_Prompts(installed, policy), with_kwargs=True))
 
@@ -103,10 +123,10 @@ class ReuseHandle:
         """Give the model back as it was and free all states. A second call does nothing."""
         for hook in self._hooks:
             hook.remove()
-        for installed in self.installed:
-            installed.remove()
+        for undo in reversed(self._undo):
+            undo()
         self.forget()
-        self._hooks = []
+        self._hooks, self._undo = [], []
 
     def __enter__(self) -> "ReuseHandle":
         return self

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from foveate.parallel.comm import Shards
 from foveate.tiles import TILE
 
 Span = tuple[int, int]
@@ -66,11 +67,9 @@ class Layout:
 
 
 def one_process(tokens: int, groups: int) -> Layout:
-    """All parts on this process, whole tiles each, as many as groups (fewer where there are fewer tiles)."""
-    tiles = -(-tokens // TILE)
-    bounds = tuple(min(cut * TILE, tokens) for cut in _cuts(tiles, min(groups, tiles)))
-    parts = len(bounds) - 1
-    return Layout(bounds, tuple(range(parts)), (0, parts))
+    """All parts on this process, cut as ranks would be, as many as groups (fewer where there are fewer tiles)."""
+    parts = min(groups, -(-tokens // TILE))
+    return Layout(Shards.cut(tokens, parts).bounds, tuple(range(parts)), (0, parts))
 
 
 def ranks(sizes: Sequence[int], rank: int, groups: int, node: int | None = None) -> Layout:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-ANCHOR_SHARE = 0.75  # a step with more fresh states than this becomes an anchor: the rest costs little
-ANCHOR_DRIFT = 4.0  # and one whose probes are so many times off what was predicted
+ANCHOR_DRIFT = 4.0  # a step whose probes are so many times off what was predicted becomes an anchor
 LEVEL = 0.5  # error level of quality 0
 
 
@@ -92,7 +91,7 @@ def predict(history: History, sigma: float) -> Tensor:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """fresh: states (L, P, N) to be computed at this step, equally many for every part of a layer. reason: in words."""
+    """fresh: states (L, P, N) to be computed at this step. reason: in words."""
 
     fresh: Tensor
     reason: str
@@ -113,22 +112,22 @@ def hold_all(history: History) -> StepPlan:
 
 
 def plan_step(history: History, sigma: float, level: float, max_hold: int) -> StepPlan:
-    """Hold in each layer as many states as keep the sum of their predicted errors within `level`, least error first.
+    """Hold everywhere as many states as keep the sum of a layer's predicted errors within `level`, least error first.
 
-    Every part holds equally many, so that ranks finish together: the sums' root mean square over parts is what counts.
-    A larger level never makes a state fresh that a smaller one holds.
+    The sums' root mean square over layers and parts is what counts, and all of them hold equally many: ranks finish
+    together, and slopes are taken between steps at which the whole model was fresh (layers that are fresh at steps of
+    their own see inputs that held layers have bent: docs/log.md). A larger level never makes a state fresh that a
+    smaller one holds.
     """
     if float(history.drift.median()) > ANCHOR_DRIFT:
         return anchor(history, "drift")
     errors = predict(history, sigma)
-    errors = torch.where((history.age >= max_hold) | ~history.held[:, None, None], torch.inf, errors)
+    errors = torch.where((history.age >= max_hold) & history.held[:, None, None], torch.inf, errors)
     ordered, order = errors.sort(dim=-1)
-    together = ordered.cumsum(-1).square().mean(dim=1, keepdim=True).sqrt()
+    together = ordered.cumsum(-1)[history.held].square().mean((0, 1)).sqrt()
     fits = (together <= level).expand_as(ordered)
-    fresh = torch.ones_like(fits).scatter(-1, order, ~fits)
-    if float(fresh.double().mean()) > ANCHOR_SHARE and not bool(fresh.all()) and bool(history.held.all()):
-        return anchor(history, "predicted error")
-    return StepPlan(fresh, "anchor: predicted error" if bool(fresh.all()) else "predicted error")
+    fresh = torch.ones_like(fits).scatter(-1, order, ~fits) | ~history.held[:, None, None]
+    return StepPlan(fresh, "predicted error")
 
 
 @dataclass(frozen=True)

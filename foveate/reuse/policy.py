@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.attention import AttnState, Layer, attend, merge
+from foveate.attention import AttnState, Layer, Policy, attend, merge
 from foveate.reuse.branch import Branch
 from foveate.reuse.cache import Span
 from foveate.reuse.config import ReuseConfig
 from foveate.reuse.layout import Layout, one_process
+from foveate.reuse.ranks import Fetched, Team
 from foveate.reuse.report import ReuseReport, StepRecord
 
 log = logging.getLogger("foveate")
@@ -51,9 +52,17 @@ class Reuse:
         layers: int,
         config: ReuseConfig,
         *,
+        inner: Policy | None = None,
+        team: Team | None = None,
         place: Callable[[], Place] = lambda: (None, None),
         guidance: Callable[[], Any] = lambda: None,
     ):
+        """inner: another policy, what computes layers afresh. team: the ranks, where there are several."""
+        if config.audit and (inner is not None or team is not None):
+            raise ValueError("audit computes what is held on one process, with plain attention; leave it off")
+        if inner is not None and not config.whole:
+            raise ValueError("around another policy layers are held whole: states=1 and local='held'")
+        self.inner, self.team = inner, team
         self.layers, self.config, self._place, self._guidance = layers, config, place, guidance
         self.requests: dict[str, Request] = {}
         self.request = ""  # which of them the next forwards belong to
@@ -76,10 +85,16 @@ class Reuse:
             raise RuntimeError(
                 f"{layer.name} was called before the model's first layer: layers must run in their order"
             )
-        out = self._attention(branch, layer.index, q, k, v)
+        if self.config.exact:
+            out = self._whole(layer, q, k, v)
+        elif self.config.whole:
+            out = self._hold_or_compute(branch, layer, q, k, v)
+        else:
+            out = self._by_bundle(branch, layer, q, k, v)
         if layer.index == self.layers - 1:
             assert self._record is not None
-            branch.end(self._record, None)
+            team, apart = self.team, not self.config.whole
+            branch.end(self._record, None if team is None else lambda sums: team.gather(sums, apart))
             self._branch = None
         return out
 
@@ -93,14 +108,29 @@ class Reuse:
         kink = self._kinked(request, step)
         branch = request.branches.get(layer.branch)
         if branch is None:
-            layout = one_process(q.shape[1], self.config.groups)
+            layout = self._layout(layer, q)
             branch = request.branches[layer.branch] = Branch(self.layers, layout, self.config, step, q.device)
-        branch.begin(step, sigma, kink, lambda: self._cap(request, branch), _state_bytes(q, self.config))
+        branch.begin(step, sigma, kink, lambda: self._cap(request, branch), self._state_bytes(branch.layout, q))
         request.steps[layer.branch] = step, sigma
         self._branch = branch
         self._record = self._new_record(request, layer, branch, q, k)
         self.records.append(self._record)
         self._warn(request, branch)
+
+    def _layout(self, layer: Layer, q: Tensor) -> Layout:
+        if self.team is not None:
+            return self.team.layout(layer.grid, apart=not self.config.whole)
+        return one_process(q.shape[1], self.config.groups)
+
+    def _state_bytes(self, layout: Layout, q: Tensor) -> int:
+        """Of one state on the rank that has the most; the same on all."""
+        dtype = q.dtype if self.config.dtype is None else getattr(torch, self.config.dtype)
+        if self.team is None:
+            tokens, heads = q.shape[1], q.shape[2]
+        else:
+            tokens = max(b - a for a, b in map(layout.part, range(layout.parts)))
+            heads = q.shape[2] if self.config.whole else -(-q.shape[2] // self.team.degrees.head)
+        return q.shape[0] * tokens * heads * (q.shape[3] * dtype.itemsize + 4)
 
     def _where(self, layer: Layer) -> tuple[int, float]:
         step, sigma = layer.step, layer.sigma
@@ -116,7 +146,7 @@ class Reuse:
 
     def _find_request(self, layer: Layer, q: Tensor, k: Tensor, step: int, sigma: float) -> Request:
         """The request that this forward continues, or a new one in its place: where anything of its key has changed."""
-        signature = (tuple(q.shape), tuple(k.shape), q.dtype, q.device, layer.grid)
+        signature = (q.shape[0], q.shape[2:], k.shape[2], q.dtype, q.device, layer.grid)
         request = self.requests.get(self.request)
         newest = None if request is None else request.steps.get(layer.branch)
         if request is not None and request.signature == signature:
@@ -133,7 +163,8 @@ class Reuse:
         """Whether guidance differs from the step before: another scale, or other branches."""
         scale = self._guidance()
         before = sorted(one for one in request.called if one < step)[-2:]
-        other = len(before) == 2 and request.called[before[0]] != request.called[before[1]]
+        apart = self.config.cfg == 2  # then a rank sees one branch
+        other = not apart and len(before) == 2 and request.called[before[0]] != request.called[before[1]]
         if (scale != request.guidance or other) and request.kink != step:
             request.kink, request.guidance = step, scale
         return request.kink == step
@@ -142,7 +173,10 @@ class Reuse:
         """Bytes that a branch's states may take: an equal share for all that have been seen, or what is left."""
         gib = self.config.memory_gib
         if not request.cap:
-            request.cap = FREE_SHARE * _free_bytes(branch.device) if gib is None else gib * 2**30
+            free = _free_bytes(branch.device) if gib is None else 0.0
+            if self.team is not None and gib is None:
+                free = self.team.least(free, branch.device)
+            request.cap = FREE_SHARE * free if gib is None else gib * 2**30
         taken = sum(one.memory.bytes for one in request.branches.values() if one.memory is not None)
         waiting = sum(one.memory is None for one in request.branches.values())
         return max(0.0, request.cap - taken) / waiting
@@ -165,33 +199,47 @@ class Reuse:
 
     # What one layer does.
 
-    def _attention(self, branch: Branch, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        config, fresh = self.config, branch.fresh[index]
-        everything = all(all(row) for row in fresh)
-        if config.exact:
-            return attend(q, k, v, backend=config.backend).out
-        nothing = not any(any(row) for row in fresh)
-        lone = len(branch.bundles) == 1 and config.local == "held"
-        if nothing and lone:  # the one state covers all keys: its log-sum-exp weighs against nothing
-            if branch.measuring:
-                self._measure(branch, index, q, k, v, [None])
-            held = branch.states[index][0]
-            return held.moved_out(branch.coefficient(index, 0), (0, q.shape[1]))
-        states = [self._bundle(branch, index, number, q, k, v) for number in range(len(branch.bundles))]
-        own = self._own(branch, q, k, v) if config.local == "fresh" else None
-        if branch.measuring:
-            self._measure(branch, index, q, k, v, list(states), own)
-        self._remember(branch, index, states)
-        if lone and everything:
-            return states[0].out
-        return merge(*states, *([] if own is None else [own])).out
+    def _whole(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Exact attention over all keys, of all ranks."""
+        exact = self.inner if self.team is None else self.team.parallel
+        return attend(q, k, v, backend=self.config.backend).out if exact is None else exact(layer, q, k, v)
 
-    def _bundle(self, branch: Branch, index: int, number: int, q: Tensor, k: Tensor, v: Tensor) -> AttnState:
+    def _hold_or_compute(self, branch: Branch, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A layer that is held or computed as a whole: its one state weighs against nothing, so no lse is needed."""
+        index = layer.index
+        if any(any(row) for row in branch.fresh[index]):
+            out = self._whole(layer, q, k, v)
+            state = AttnState(out, torch.zeros(q.shape[0], q.shape[2], q.shape[1], device=q.device))
+            self._measure(branch, index, q, k, v, [state])
+            self._remember(branch, index, [state])
+            return out
+        self._measure(branch, index, q, k, v, [None])
+        return branch.states[index][0].moved_out(branch.coefficient(index, 0), (0, q.shape[1]))
+
+    def _by_bundle(self, branch: Branch, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A layer of several states, or whose own keys are always fresh."""
+        index, team, where = layer.index, self.team, layer.name or f"layer {layer.index}"
+        kv_heads, repeats, fetched = k.shape[2], q.shape[2] // k.shape[2], None
+        if team is not None:
+            q, k, v = team.to_heads(q, k, v, layer.grid, where)
+            rows = branch.plan.fresh[index].tolist() if branch.plan is not None else []
+            fetched = team.fetch(k, v, branch.layout, branch.bundles, rows, where)
+        keys = Keys(branch.layout, q, k, v, fetched, self.config.backend)
+        states = [self._bundle(branch, index, number, q, keys) for number in range(len(branch.bundles))]
+        own = self._own(branch, q, keys) if self.config.local == "fresh" else None
+        if fetched is not None:
+            fetched.finish()
+        self._measure(branch, index, q, k, v, list(states), own)
+        self._remember(branch, index, states)
+        out = merge(*states, *([] if own is None else [own])).out
+        return out if team is None else team.to_tokens(out, kv_heads, repeats, layer.grid, where)
+
+    def _bundle(self, branch: Branch, index: int, number: int, q: Tensor, keys: "Keys") -> AttnState:
         """A bundle's state of all rows, whether computed now or held."""
         pieces = []
         for (fresh, spans), rows in self._runs(branch, index, number):
             if fresh:
-                pieces.append(self._over(q[:, rows[0] : rows[1]], k, v, spans))
+                pieces.append(keys.attend(q[:, rows[0] : rows[1]], rows, spans))
             else:
                 ahead = branch.coefficient(index, number)[rows[0] : rows[1]]
                 pieces.append(branch.states[index][number].moved(ahead, rows, self.config.clamp))
@@ -203,30 +251,19 @@ class Reuse:
 
         def kind(local: int) -> tuple[bool, tuple[Span, ...]]:
             keys = layout.keys(first + local, branch.bundles[number], self.config.local)
-            return branch.fresh[index][local][number], keys
+            return branch.fresh[index][local][number] or not keys, keys
 
         grouped = [(key, list(parts)) for key, parts in groupby(range(len(branch.spans)), key=kind)]
         return [(key, (branch.spans[parts[0]][0], branch.spans[parts[-1]][1])) for key, parts in grouped]
 
-    def _own(self, branch: Branch, q: Tensor, k: Tensor, v: Tensor) -> AttnState:
+    def _own(self, branch: Branch, q: Tensor, keys: "Keys") -> AttnState:
         """Every part's attention to its own group's keys."""
         layout, first = branch.layout, branch.layout.mine[0]
         pieces = [
-            self._over(q[:, a:b], k, v, (layout.group(layout.group_of[first + local]),))
+            keys.attend(q[:, a:b], (a, b), (layout.group(layout.group_of[first + local]),))
             for local, (a, b) in enumerate(branch.spans)
         ]
         return _joined(pieces)
-
-    def _over(self, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> AttnState:
-        """Attention of some rows over spans of keys; the empty state over none."""
-        if not spans:
-            return AttnState.empty_like(q)
-        if len(spans) == 1:
-            a, b = spans[0]
-            keys, values = k[:, a:b], v[:, a:b]
-        else:
-            keys, values = (torch.cat([x[:, a:b] for a, b in spans], dim=1) for x in (k, v))
-        return attend(q, keys, values, backend=self.config.backend)
 
     def _remember(self, branch: Branch, index: int, states: list[AttnState]) -> None:
         if not branch.stores(index):
@@ -234,7 +271,6 @@ class Reuse:
         slope, dtype = branch.slope(index), self.config.dtype
         dtype = None if dtype is None else getattr(torch, dtype)
         for number, state in enumerate(states):
-            first = branch.layout.mine[0]
             parts = range(len(branch.spans))
             for (fresh, again), group in groupby(
                 parts,
@@ -246,7 +282,6 @@ class Reuse:
                     here = slice(*rows)
                     part = AttnState(state.out[:, here], state.lse[..., here])
                     branch.states[index][number].renew(part, rows, slope=slope, again=again, dtype=dtype)
-            assert first >= 0
 
     def _measure(
         self,
@@ -259,39 +294,44 @@ class Reuse:
         own: AttnState | None = None,
     ) -> None:
         """Compare the sampled rows' newest states with what extrapolation gave."""
-        fresh = branch.fresh_mask[index]
         any_fresh = any(any(row) for row in branch.fresh[index])
-        if not (any_fresh or self.config.adaptive or self.config.audit):
+        if not branch.measuring or not (any_fresh or self.config.adaptive or self.config.audit):
             return
-        rows, queries = branch.rows, q[:, branch.rows.index]
-        sampled = [self._sampled(branch, number, state, queries, k, v) for number, state in enumerate(states)]
-        probe = self._probe(branch, rows, queries, k, v) if own is None else _at(own, rows.index)
+        rows, fresh = branch.rows, branch.fresh_mask[index]
+        keys = Keys(branch.layout, q, k, v, None, self.config.backend)
+        queries = q[:, rows.index]
+        sampled = [self._sampled(branch, number, state, queries, keys) for number, state in enumerate(states)]
+        probe = self._probe(branch, queries, keys) if own is None else _at(own, rows.index)
         out = torch.stack([state.out.float() for state in (*sampled, probe)])
         lse = torch.stack([state.lse for state in (*sampled, probe)])
         seen = torch.ones_like(fresh) if self.config.audit else fresh.clone()
         seen[:, -1] = True
         again = any(flag for row in branch.again[index] for flag in row)
-        branch.sums[index] = branch.meters[index].observe(
-            AttnState(out, lse), seen, fresh, branch.ahead[index], again=again
-        )
+        new = AttnState(out, lse)
+        branch.sums[index] = branch.meters[index].observe(new, seen, fresh, branch.ahead[index], again=again)
 
     def _sampled(
-        self, branch: Branch, number: int, state: AttnState | None, queries: Tensor, k: Tensor, v: Tensor
+        self, branch: Branch, number: int, state: AttnState | None, queries: Tensor, keys: "Keys"
     ) -> AttnState:
         """A bundle's state of the sampled rows. With `audit` what is held is computed too."""
         if not self.config.audit:
             return AttnState.empty_like(queries) if state is None else _at(state, branch.rows.index)
-        layout, first = branch.layout, branch.layout.mine[0]
-        pieces = []
-        for local in range(branch.rows.parts):
+        layout, first, pieces = branch.layout, branch.layout.mine[0], []
+        for local, rows in enumerate(branch.spans):
             spans = layout.keys(first + local, branch.bundles[number], self.config.local)
-            pieces.append(self._over(queries[:, branch.rows.of(local)], k, v, spans))
-        return _joined(pieces)
+            pieces.append(keys.attend(queries[:, branch.rows.of(local)], rows, spans))
+        found = _joined(pieces)
+        return AttnState(found.out, torch.zeros_like(found.lse)) if self.config.whole else found
 
-    def _probe(self, branch: Branch, rows: Any, queries: Tensor, k: Tensor, v: Tensor) -> AttnState:
+    def _probe(self, branch: Branch, queries: Tensor, keys: "Keys") -> AttnState:
+        """Sampled rows against their own part's keys, which are here on any rank."""
         layout, first = branch.layout, branch.layout.mine[0]
-        spans = [layout.group(layout.group_of[first + local]) for local in range(rows.parts)]
-        return _joined([self._over(queries[:, rows.of(local)], k, v, (span,)) for local, span in enumerate(spans)])
+        spans = [layout.part(first + local) for local in range(branch.rows.parts)]
+        pieces = [
+            keys.attend(queries[:, branch.rows.of(local)], branch.spans[local], (span,))
+            for local, span in enumerate(spans)
+        ]
+        return _joined(pieces)
 
     # What is told about it.
 
@@ -318,6 +358,37 @@ class Reuse:
         if not any(record.hits for record in self.records if record.request == request.number):
             request.warned = True
             log.warning("reuse: no state was held by step %d (%s)", branch.step, branch.plan and branch.plan.reason)
+
+
+class Keys:
+    """Keys and values that this process has: its own tokens' k, v (B, t, G, D), and those that other ranks send."""
+
+    def __init__(self, layout: Layout, q: Tensor, k: Tensor, v: Tensor, fetched: Fetched | None, backend: str):
+        self._layout, self._k, self._v, self._fetched, self._backend = layout, k, v, fetched, backend
+        # While keys of others are under way a rank attends to its own: once, for whichever state wants them.
+        self._own = attend(q, k, v, backend=backend) if fetched is not None and fetched.own_wanted else None
+
+    def attend(self, q: Tensor, rows: Span, spans: tuple[Span, ...]) -> AttnState:
+        """Attention of rows q (B, r, H, D) over spans of tokens; the empty state over none."""
+        if not spans:
+            return AttnState.empty_like(q)
+        if self._fetched is None:
+            base = self._layout.rows[0]
+            k, v = (_spans(x, spans, base) for x in (self._k, self._v))
+            return attend(q, k, v, backend=self._backend)
+        own, me = self._layout.rows, self._layout.mine[0]
+        found = [self._fetched.keys(span, without=me) for span in spans]
+        states = [attend(q, k, v, backend=self._backend) for k, v in (pair for pair in found if pair is not None)]
+        if any(a <= own[0] < b for a, b in spans):
+            assert self._own is not None
+            states.append(self._own)
+        return merge(*states) if len(states) > 1 else states[0]
+
+
+def _spans(x: Tensor, spans: tuple[Span, ...], base: int) -> Tensor:
+    """Tokens of x (B, t, ...) in spans, of which `base` is the first of x."""
+    cut = [x[:, a - base : b - base] for a, b in spans]
+    return cut[0] if len(cut) == 1 else torch.cat(cut, dim=1)
 
 
 def _at(state: AttnState, rows: Tensor) -> AttnState:
@@ -350,11 +421,6 @@ def _remote(layout: Layout, bundles: tuple[Span, ...]) -> Tensor:
             counts.append(sum(layout.group(g)[1] - layout.group(g)[0] for g in range(a, b) if g != own))
         rows.append(counts)
     return torch.tensor(rows)
-
-
-def _state_bytes(q: Tensor, config: ReuseConfig) -> int:
-    dtype = q.dtype if config.dtype is None else getattr(torch, config.dtype)
-    return q.shape[0] * q.shape[1] * q.shape[2] * (q.shape[3] * dtype.itemsize + 4)
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -1,0 +1,181 @@
+"""Reuse on many ranks: how tokens, heads and CFG branches are spread, and the exchange of keys between groups.
+
+A layer held whole needs no communication at all. One computed whole goes the way of exact context parallelism
+(`parallel.policy.Parallel`: head-wise, ring). Where a layer keeps several states, keys travel by `schedule.rounds`, all
+of them under way while a rank attends to its own.
+
+Shapes: B batch, s tokens of this rank, S of its head group, H heads, G key/value heads, h, g this rank's, D head dim.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from foveate.attention import Dense
+from foveate.models.adapters import Installed
+from foveate.parallel.comm import Pending, Shards
+from foveate.parallel.headwise import Heads, exchange_qkv, return_out
+from foveate.parallel.plan import LayerPlan, ParallelPlan, contiguous
+from foveate.parallel.policy import Parallel, Ranks
+from foveate.parallel.shard import TokenShards
+from foveate.reuse.config import ReuseConfig
+from foveate.reuse.layout import Layout, ranks
+from foveate.reuse.schedule import needed, rounds
+from foveate.tiles import VideoGrid
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """cfg x sequence x head ranks, the last one fastest. node: sequence ranks of one node."""
+
+    cfg: int
+    sequence: int
+    head: int
+    node: int
+
+    @classmethod
+    def choose(cls, config: ReuseConfig, heads: int, world: int, local: int) -> "Degrees":
+        """Head-wise inside a node, sequence-wise across, where the configuration leaves it open. local: ranks a node.
+
+        With several states on a single node all of it is sequence-wise: there would be no groups otherwise.
+        """
+        if world % config.cfg:
+            raise ValueError(f"cfg={config.cfg} does not divide the {world} ranks of this job")
+        count = world // config.cfg
+        local = min(local, count)
+        head = config.head
+        if head is None:
+            apart = config.states > 1 and count == local
+            head = 1 if apart else max(n for n in range(1, min(local, heads) + 1) if local % n == 0)
+        if count % head or head > heads:
+            raise ValueError(f"head={head} must divide the {count} ranks of a branch and be at most the {heads} heads")
+        sequence = count // head
+        node = max(1, local // head)
+        return cls(config.cfg, sequence, head, node if sequence % node == 0 else sequence)
+
+
+class Team:
+    """The ranks that generate together. `parallel` computes exact attention; hooks on the model cut its tokens.
+
+    A model that was given to `parallelize` before keeps its own `parallel` and its hooks.
+    """
+
+    def __init__(self, installed: Installed, config: ReuseConfig, parallel: Parallel | None = None):
+        self._tokens: TokenShards | None = None
+        if parallel is not None:
+            self._join(parallel, config)
+            return
+        heads = installed.heads
+        world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        self.config, self.degrees = config, Degrees.choose(config, heads, world, local)
+        degrees = self.degrees
+        self.ranks = Ranks(degrees.sequence * degrees.head)
+        first = LayerPlan(head=degrees.head, sequence=degrees.sequence, heads=contiguous(heads, degrees.head))
+        self.parallel = Parallel(Dense(), self.ranks, ParallelPlan((first,) * len(installed.layers), first))
+        self.inner, self.outer = self.ranks.of(degrees.head)
+        self._tokens = TokenShards(installed, self.ranks.context, self.parallel.cut)
+
+    def _join(self, parallel: Parallel, config: ReuseConfig) -> None:
+        dense = parallel.plan.dense
+        self.config, self.parallel, self.ranks = config, parallel, parallel.ranks
+        self.degrees = Degrees(1, dense.sequence, dense.head, dense.sequence)
+        self.inner, self.outer = self.ranks.of(dense.head)
+
+    def remove(self) -> None:
+        if self._tokens is not None:
+            self._tokens.remove()
+
+    def layout(self, grid: VideoGrid, apart: bool) -> Layout:
+        """apart: a part a sequence rank, for states that are exchanged; else a part a rank, for layers held whole."""
+        shards, config = self.parallel.cut(grid), self.config
+        if apart:
+            sizes = shards.merged(self.degrees.head).sizes
+            return ranks(sizes, self.outer.rank, config.groups, self.degrees.node)
+        node = self.degrees.node * self.degrees.head
+        return ranks(shards.sizes, self.ranks.context.rank, config.groups, node)
+
+    def run(self, grid: VideoGrid) -> Shards:
+        """How this head group's tokens are cut over it."""
+        bounds, head = self.parallel.cut(grid).bounds, self.degrees.head
+        at = self.outer.rank * head
+        return Shards(tuple(b - bounds[at] for b in bounds[at : at + head + 1]))
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor, grid: VideoGrid, where: str) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, s, H, D), (B, s, G, D) twice -> (B, S, h, D), (B, S, g, D) twice."""
+        heads = Heads.contiguous(k.shape[2], self.degrees.head)
+        return exchange_qkv(q, k, v, heads, self.run(grid), self.inner, where)
+
+    def to_tokens(self, out: Tensor, kv_heads: int, repeats: int, grid: VideoGrid, where: str) -> Tensor:
+        """(B, S, h, D) -> (B, s, H, D)."""
+        heads = Heads.contiguous(kv_heads, self.degrees.head)
+        return return_out(out, heads, repeats, self.run(grid), self.inner, where)
+
+    def fetch(self, k: Tensor, v: Tensor, layout: Layout, bundles: Any, fresh: Any, where: str) -> "Fetched":
+        """Send this rank's keys to the sequence ranks that use them, and begin to receive those that it uses itself."""
+        needs = needed(layout, bundles, fresh, self.config.local)
+        group, sizes = self.outer, [b - a for a, b in map(layout.part, range(layout.parts))]
+        packed = torch.stack([k, v]).movedim(2, 0).contiguous()  # (S, 2, B, g, D): rows are tokens
+        coming: dict[int, Pending] = {}
+        for away, receives in rounds(needs):
+            source, target = (group.rank - away) % group.size, (group.rank + away) % group.size
+            send, receive = [0] * group.size, [0] * group.size
+            send[target] = sizes[group.rank] if receives[target] else 0
+            receive[source] = sizes[source] if receives[group.rank] else 0
+            sent = packed if send[target] else packed[:0]
+            pending = group.all_to_all(sent, send, receive, f"keys of {where}")
+            if receives[group.rank]:
+                coming[source] = pending
+        spans = [
+            span for number, bundle in enumerate(bundles) if fresh[group.rank][number]
+            for span in layout.keys(group.rank, bundle, self.config.local)
+        ]  # fmt: skip
+        wanted = self.config.local == "fresh" or any(a <= layout.bounds[group.rank] < b for a, b in spans)
+        return Fetched(coming, packed, layout, group.rank, wanted)
+
+    def gather(self, sums: Tensor, apart: bool) -> Tensor:
+        """Measured sums (L, 1, N, 5) of this rank -> (L, P, N, 5), the same on all ranks of the branch."""
+        group = self.ranks.context
+        rows = torch.stack(
+            [x[0] for x in group.gather(sums.movedim(1, 0).contiguous(), [1] * group.size, "errors").wait()]
+        )
+        if apart:
+            by_head = rows.unflatten(0, (self.degrees.sequence, self.degrees.head))
+            rows = torch.cat([by_head[..., :-1].sum(1), by_head[..., -1:].mean(1)], -1)
+        return rows.movedim(0, 1)
+
+    def least(self, value: float, device: torch.device) -> float:
+        """The smallest of the branch's ranks' values, so that all have one cap."""
+        group = self.ranks.context
+        x = torch.tensor([value], dtype=torch.float64, device=device)
+        return float(torch.cat(group.gather(x, [1] * group.size, "free memory").wait()).min())
+
+
+class Fetched:
+    """Keys and values (t, 2, B, g, D) by part, waited for when first asked for. own_wanted: this rank's too."""
+
+    def __init__(self, coming: dict[int, Pending], own: Tensor, layout: Layout, rank: int, own_wanted: bool):
+        self.own_wanted = own_wanted
+        self._coming, self._layout, self._here = coming, layout, {rank: own}
+
+    def keys(self, span: tuple[int, int], without: int | None = None) -> tuple[Tensor, Tensor] | None:
+        """k, v (B, t, g, D) of the parts inside a span of tokens, but one; None where that leaves none."""
+        a, b = span
+        parts = [p for p in range(self._layout.parts) if a <= self._layout.bounds[p] < b and p != without]
+        for part in parts:
+            if part not in self._here:
+                self._here[part] = self._coming[part].wait()
+        if not parts:
+            return None
+        held = [self._here[part] for part in parts]
+        k, v = (held[0] if len(held) == 1 else torch.cat(held)).movedim(0, 2).unbind(0)
+        return k, v
+
+    def finish(self) -> None:
+        """Wait for what nobody asked for (there is none, unless a layer failed)."""
+        for part, pending in self._coming.items():
+            if part not in self._here:
+                pending.wait()

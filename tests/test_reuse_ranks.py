@@ -1,0 +1,136 @@
+"""State reuse on gloo ranks against one process (CASES 17, 25, 31, 33)."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from worlds import Worlds
+
+from foveate import ReuseConfig, reuse
+from foveate.models.dit import DiTConfig, VideoDiT
+from foveate.parallel.comm import TRAFFIC
+from foveate.reuse.branch import Branch
+from foveate.reuse.plan import StepPlan
+from foveate.sample import generate
+
+SIZE = (1, 3, 8, 20, 24)  # 960 tokens in patches of 1 x 2 x 2: 15 tiles, uneven on 2, 4 and 8 ranks
+TOLERANCE = 1e-5
+STEPS = 7
+
+
+@pytest.fixture(scope="session")
+def worlds():
+    made = Worlds()
+    yield made
+    made.stop()
+
+
+def model() -> VideoDiT:
+    torch.manual_seed(0)
+    made = VideoDiT(DiTConfig(width=128, depth=2, heads=4, patch=(1, 2, 2), classes=2))
+    for weight in made.parameters():
+        nn.init.normal_(weight, std=0.05)
+    return made.eval().requires_grad_(False)
+
+
+def video(config: dict, plans: int | None = None, guidance: float = 1.0) -> tuple[Tensor, dict]:
+    """What this process generates, and its report. plans: seed of random plans in place of the planner's."""
+    made, noise = model(), torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+    original = Branch._decide
+    if plans is not None:
+        Branch._decide = lambda branch: random_plan(branch, plans)  # type: ignore[method-assign]
+    try:
+        with reuse(made, ReuseConfig(**config)) as handle:
+            label = torch.tensor([1])
+            out = generate(made, noise, steps=STEPS, solver="euler", condition=label, guidance=guidance)
+            report = handle.report()
+    finally:
+        Branch._decide = original  # type: ignore[method-assign]
+    fresh = [record.fresh for record in report.steps]
+    return out, {"computed": report.computed, "moved": report.bytes_moved, "fresh": fresh}
+
+
+def random_plan(branch: Branch, seed: int) -> StepPlan:
+    """Any states fresh, on any ranks; the same on all of them."""
+    draw = torch.Generator().manual_seed(1000 * seed + branch.step)
+    shape = branch.history.rate.shape
+    fresh = torch.rand(shape, generator=draw) < torch.rand((), generator=draw)
+    return StepPlan(fresh if branch.step - branch.start >= branch.config.warmup else torch.ones_like(fresh), "random")
+
+
+def plain(guidance: float = 1.0) -> Tensor:
+    noise = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+    return generate(model(), noise, steps=STEPS, solver="euler", condition=torch.tensor([1]), guidance=guidance)
+
+
+def on_ranks(worlds: Worlds, size: int, *args: Any) -> list[tuple[Tensor, dict]]:
+    """Every rank's result; that they agree is part of every test."""
+    found = worlds(size).run(video, *args)
+    for out, report in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert all(torch.equal(a, b) for a, b in zip(report["fresh"], found[0][1]["fresh"], strict=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "config"),
+    [
+        (2, {"head": 2}),
+        (2, {"states": 2}),
+        (4, {"head": 2}),
+        (4, {"head": 1, "local": "fresh"}),
+        (4, {"head": 2, "states": 2}),
+        (4, {"head": 1, "states": 3, "groups": 3}),
+        (8, {"head": 1, "states": 8}),
+    ],
+    ids=str,
+)
+def test_everything_fresh_equals_one_process(worlds: Worlds, size: int, config: dict) -> None:
+    expected = plain()
+    for settings in ({"quality": 1.0}, {"interval": STEPS, "warmup": STEPS})[size == 8 :]:
+        for out, report in on_ranks(worlds, size, {**config, **settings}):
+            torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE)
+            assert report["computed"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("local", ["held", "fresh"])
+def test_random_plans_equal_one_process(worlds: Worlds, size: int, local: str) -> None:
+    """The same plan on one process and on ranks is the same video: nothing is missed, counted twice or read too early.
+
+    What one process computes is held against an oracle in test_reuse.py.
+    """
+    for seed in range(2):
+        config = {"warmup": 2, "damping": 1.0, "groups": size, "states": max(2, size // (1 + seed)), "local": local}
+        alone, told = video(config, seed)
+        for out, report in on_ranks(worlds, size, {**config, "head": 1}, seed):
+            torch.testing.assert_close(out, alone, rtol=0, atol=TOLERANCE)
+            assert report["moved"] == told["moved"] < told["moved"] / report["computed"]
+
+
+@pytest.mark.parametrize("config", [{"interval": 3}, {"quality": 0.5}], ids=str)
+def test_layers_held_whole_equal_one_process(worlds: Worlds, config: dict) -> None:
+    """Plans come from numbers of all ranks, and are those of one process that looks at the same rows."""
+    settings = {"warmup": 3, "damping": 1.0, "groups": 4, "rows": 400, **config}
+    alone, told = video(settings)
+    assert told["computed"] < 1
+    for out, report in on_ranks(worlds, 4, {**settings, "head": 2}):
+        torch.testing.assert_close(out, alone, rtol=0, atol=TOLERANCE)
+        assert all(torch.equal(a, b) for a, b in zip(report["fresh"], told["fresh"], strict=True))
+
+
+def test_nothing_moves_that_is_not_used(worlds: Worlds) -> None:
+    """Bytes on the wire are those of the schedule: fresh groups of other ranks, once each."""
+    for sent, expected in worlds(4).run(traffic):
+        assert sent == expected > 0
+
+
+def traffic() -> tuple[int, int]:
+    TRAFFIC.reset()
+    config = {"warmup": 2, "damping": 1.0, "groups": 4, "states": 4, "head": 1}
+    _, report = video(config, 3)
+    sent = sum(count for kind, count in TRAFFIC.sent.items() if kind == "keys")
+    total = torch.tensor(sent)
+    torch.distributed.all_reduce(total)
+    return int(total), report["moved"]
