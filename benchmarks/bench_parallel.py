@@ -74,6 +74,7 @@ class Bench:
         draw = torch.Generator().manual_seed(0)
         self.dout = torch.randn(self.qkv[0].shape, generator=draw).to(device, self.dtype)
         self.heads, self.dim, self.budget = options.heads, whole[0].shape[3], options.budget
+        self.layer = min(options.heads, whole[0].shape[2] // 2)  # heads of the real layer at one step, none repeated
         dense = 1.6 * options.budget
         self.budgets = torch.tensor([dense] * (options.heads // 2) + [dense / 4] * (options.heads - options.heads // 2))
         q, k, _ = self.qkv
@@ -183,11 +184,13 @@ def measure(bench: Bench, method: tuple, repeats: int) -> dict[str, float]:
 
 
 def exchange(bench: Bench, cap: float | None) -> tuple[float, float]:
-    """Bytes of choosing and fetching at `--budget` for every head, over a dense exchange's; recall over uncapped."""
+    """Of the real layer's heads in bfloat16, --budget of the tiles for each: bytes to choose and fetch them, over those
+    of a dense exchange of keys and values; and the recall, the attention mass that is kept."""
     _, group = bench.ranks.of(1)
-    q, k, v = three(x[:, bench.mine].bfloat16() for x in bench.qkv)
-    budget = torch.full((bench.heads,), bench.budget, device=bench.device)
-    choice = Choice(bench.predictor.a, bench.predictor.b, budget, GRID.video, fetch_cap=cap)
+    q, k, v = three(x[:, bench.mine, : bench.layer].bfloat16() for x in bench.qkv)
+    budget = torch.full((bench.layer,), bench.budget, device=bench.device)
+    a, b = (x[: bench.layer] for x in (bench.predictor.a, bench.predictor.b))
+    choice = Choice(a, b, budget, GRID.video, fetch_cap=cap)
     TRAFFIC.reset()
     words = select_sequence(q, k, choice, bench.shards, group, "layer")
     with torch.no_grad():
@@ -196,7 +199,8 @@ def exchange(bench: Bench, cap: float | None) -> tuple[float, float]:
     dense = (group.size - 1) * 2 * k.numel() * k.element_size()
     kept = unpack(words, GRID.tiles())
     rows = torch.arange(bench.mine.start // 64, -(-bench.mine.stop // 64), device=bench.device)
-    mass = true_mass(bench.qkv[0], bench.qkv[1], rows.expand(bench.heads, -1), bench.dim**-0.5)
+    queries, keys, _ = three(x[:, :, : bench.layer] for x in bench.qkv)
+    mass = true_mass(queries, keys, rows.expand(bench.layer, -1), bench.dim**-0.5)
     total = slowest([TRAFFIC.total, dense, float((mass * kept[0]).sum()), float(mass.sum())], bench.device).sum(0)
     return float(total[0] / total[1]), float(total[2] / total[3])
 
@@ -253,6 +257,7 @@ def report(bench: Bench, options: argparse.Namespace) -> int:
         "kernel": choose_backend(bench.device.type)[0], "torch": torch.__version__, "month": time.strftime("%Y-%m"),
         "gate_relative_error": max(errors.values()), "tiles_chosen_otherwise_than_by_one_process": flips,
         "rows": rows,
+        "exchange": f"the {bench.layer} heads of one step in bfloat16, {bench.budget:.0%} kept by each",
         "selected_bytes_over_dense_exchange": share, "bar": BYTES_BARS.get(count),
         "fetch_cap": {"cap": FETCH_CAP, "bytes": share_capped, "recall": recall_capped, "recall_uncapped": recall,
                       "kept_recall": recall_capped / recall},

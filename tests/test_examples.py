@@ -26,3 +26,11 @@ def test_lora_fine_tune_of_a_diffusers_model(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run("finetune_lora.py", "--tiny", "--steps", "6", "--out", str(tmp_path / "lora"))
     assert list((tmp_path / "lora").rglob("*.safetensors"))
+
+
+def test_context_parallel_training_under_torchrun() -> None:
+    said = run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "context_parallel.py", "--steps", "3"
+    )
+    assert "step 0: loss" in said
+    assert "head 1 x sequence 2: 2 layers" in said

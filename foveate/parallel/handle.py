@@ -216,7 +216,7 @@ class ParallelHandle:
         sums = [x.detach().double().sum() + x.detach().double().square().sum() for x in given]
         mine = torch.stack([x.to(self._device) for x in sums]).unsqueeze(0)
         group = self.ranks.context
-        all_sums = torch.cat(group.gather(mine, [1] * group.size, "check of inputs").wait())
+        all_sums = torch.cat(group.gather(mine, [1] * group.size, "input check").wait())
         if not torch.equal(all_sums, all_sums[:1].expand_as(all_sums)):
             different = [r for r, row in zip(group.ranks, all_sums, strict=True) if not torch.equal(row, all_sums[0])]
             raise ValueError(

@@ -157,9 +157,9 @@ class Parallel:
         if not isinstance(inner, Sparse):
             return None
 
-        def whole() -> Any:
+        def whole(count: int) -> Any:
             what = f"whole q, k, v of {where}"
-            return tuple(gather_tokens(x.detach(), shards, self.ranks.context, what) for x in (q, k, v))
+            return tuple(gather_tokens(x.detach(), shards, self.ranks.context, what) for x in (q, k, v)[:count])
 
         call = inner.begin(layer, q.device, whole, torch.is_grad_enabled())
         return None if call.mode == "dense" else call

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foveate.attention import AttnState, Layer, attend
 from foveate.sparsity import compiled
+from foveate.sparsity.influence import Influence
 from foveate.sparsity.predictor import Learner, Predictor
 from foveate.sparsity.profile import HeadProfile, profile
 from foveate.sparsity.select import per_head, select, select_random
@@ -34,6 +35,7 @@ class Sparse:
     teach the predictors. `computed` counts the layers computed in each mode, so that a caller can tell that what was
     asked for really ran. learner: further arguments of every layer's `Learner`.
 
+    weighs: whether the gradients of this step's outputs are asked what each head is worth (`influence`).
     training: asked at every call; False keeps it from teaching (a model in eval()). whole: what a model's outermost
     forward says of gradients, for reentrant checkpointing, which runs the blocks without any; None where not known.
     free_steps: a layer's first calls, or denoising steps, that are dense and teach even without gradients.
@@ -71,6 +73,7 @@ class Sparse:
         self.sparse_layers = [True] * layers
         self.mode, self.learning, self.step = "dense", False, 0
         self.training: Callable[[], bool] = lambda: True
+        self.influence, self.weighs = Influence(layers, heads), False
         self.whole: bool | None = None
         self.free_steps = 0
         self.computed: dict[str, int] = dict.fromkeys(MODES, 0)
@@ -84,21 +87,25 @@ class Sparse:
         if torch.compiler.is_compiling():
             return compiled.attention(self.token, self.query_tile, layer, q, k, v)
         mode, selection = self.choose(layer, q, k, v, torch.is_grad_enabled())
-        return self.compute(layer, mode, selection, q, k, v).out
+        out = self.compute(layer, mode, selection, q, k, v).out
+        if self.weighs:
+            self.influence.watch(layer.index, out)
+        return out
 
     def choose(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, grad: bool) -> tuple[str, Selection | None]:
         """Learn and measure from one call, and say how it is to be computed: the mode, and the tiles it keeps."""
-        call = self.begin(layer, q.device, lambda: (q, k, v), grad)
+        call = self.begin(layer, q.device, lambda count: (q, k, v)[:count], grad)
         if call.mode == "dense":
             return call.mode, None
         return call.mode, self.kept(call, (q.shape[0], q.shape[2]), lambda: self.selection(layer, q, k))
 
     def begin(
-        self, layer: Layer, device: torch.device, whole: Callable[[], tuple[Tensor, Tensor, Tensor]], grad: bool
+        self, layer: Layer, device: torch.device, whole: Callable[[int], tuple[Tensor, ...]], grad: bool
     ) -> "Call":
         """The first half of `choose`, which context parallelism calls by itself: learn, measure, say the mode.
 
-        whole: gives q, k, v of the whole sequence and all heads; asked for where something is learned or measured.
+        whole: gives the first so many of q, k, v, of the whole sequence and all heads; asked for where something is
+        learned (from two) or measured (with three).
         """
         index = layer.index
         self._settle(index, device)
@@ -107,12 +114,13 @@ class Sparse:
         live = grad if self.whole is None else self.whole
         free = self._free(layer, again)
         teach = not again and (free or (self.learning and live and self.training()))
-        if teach or (self._profiles is not None and not again):
-            q, k, v = whole()
+        measure = not again and self._profiles is not None
+        if teach or measure:
+            seen = whole(3 if measure else 2)
             if teach:
-                self._teach(layer, q, k, LESSONS if free else 1)
+                self._teach(layer, seen[0], seen[1], LESSONS if free else 1)
             if self._profiles is not None:
-                self._profiles[index] = self._profile(layer, q, k, v)
+                self._profiles[index] = self._profile(layer, *seen)
         mode = "dense" if free or not self.sparse_layers[index] else self.mode
         self.computed[mode] += 1
         return Call(layer, mode, again, live)
