@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foveate.attention import Layer
 from foveate.kernels.bits import WORD
+from foveate.sparsity.influence import squares
 from foveate.tiles import TILE, VideoGrid
 
 if TYPE_CHECKING:
@@ -81,27 +82,30 @@ def _(q, k, v, token, query_tile, index, sizes, cube, step, grad):
 @torch.library.custom_op("foveate::policy_backward", mutates_args=())
 def _policy_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, words: Tensor, pooled: Tensor,
-    facts: Tensor, token: int, query_tile: int,
+    facts: Tensor, token: int, query_tile: int, index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv by the backward of the kernel that computed the forward."""
+    policy = _policies[token]
+    if policy.weighs:
+        policy.influence.note(index, squares(out), dout)
     sparse, any_pooled = facts.tolist()
-    backend, scale = _policies[token].backend, q.shape[-1] ** -0.5
+    backend, scale = policy.backend, q.shape[-1] ** -0.5
     parts: tuple[Any, ...] = (words, pooled if any_pooled else None, backend) if sparse else (None, None, "auto")
     return torch.ops.foveate.attend_backward(dout, None, q, k, v, out, lse, *parts, query_tile, TILE, scale)
 
 
 @_policy_backward.register_fake
-def _(dout, q, k, v, out, lse, words, pooled, facts, token, query_tile):
+def _(dout, q, k, v, out, lse, words, pooled, facts, token, query_tile, index):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, ctx.token, ctx.query_tile, *_ = inputs
+    q, k, v, ctx.token, ctx.query_tile, ctx.index, *_ = inputs
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _differentiate(ctx: Any, dout: Tensor, *others: Tensor) -> tuple:
-    dqkv = _policy_backward(dout.contiguous(), *ctx.saved_tensors, ctx.token, ctx.query_tile)
+    dqkv = _policy_backward(dout.contiguous(), *ctx.saved_tensors, ctx.token, ctx.query_tile, ctx.index)
     return *dqkv, None, None, None, None, None, None, None
 
 

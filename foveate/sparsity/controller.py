@@ -1,11 +1,12 @@
 """Which layers are sparse, and what each head keeps: pure functions from reduced measurements to a `Decision`.
 
 One error level epsilon for all heads is the only unknown. Every head gets the smallest budget, and the cheaper
-periphery, whose measured output error stays within epsilon; a layer is sparse where the prices say that pays; epsilon
-moves until the measured paired gap, loss with sparse over loss with dense attention - 1, nears the tolerance from
-below. A search with brackets: `good` is the largest level that held, `bad` the smallest that did not, and both are
-forgotten slowly, because a model in training moves. Two clean measurements make training sparse; one far above the
-tolerance, or two above it, make it dense again, and so does error that rises until sparse attention no longer pays.
+periphery, whose measured output error, weighed by what the model makes of that head (influence.py), stays within
+epsilon; a layer is sparse where the prices say that pays; epsilon moves until the measured paired gap, loss with sparse
+over loss with dense attention - 1, nears the tolerance from below. A search with brackets: `good` is the largest level
+that held, `bad` the smallest that did not, and both are forgotten slowly, because a model in training moves. Two clean
+measurements make training sparse; one far above the tolerance, or two above it, make it dense again, and so does error
+that rises until sparse attention no longer pays.
 
 No clock, no randomness, no collectives: the same numbers give the same decision on every rank and in every repeat.
 After DSV (arXiv 2502.07590, section 4, two-stage training), whose rule of 90 % mass is `by_mass`.
@@ -25,7 +26,8 @@ from foveate.sparsity.profile import HeadProfile, SparsityProfile
 Price = Callable[[Sequence[float], Sequence[bool]], tuple[float, float]]
 """(budgets of a layer's heads, which are pooled) -> milliseconds of the layer (sparse, dense)."""
 
-START, LOWEST, HIGHEST = 0.05, 1e-3, 1.0  # of epsilon
+MOST = 4.0  # times more, or less, that a head's error may count than its size
+START, LOWEST, HIGHEST = 0.05, 1e-3, MOST  # of epsilon
 AIM, CALM = 0.7, 0.5  # shares of the tolerance: where epsilon is led, and below which it may grow
 ALARM = 1.5  # times the tolerance: back to dense at once
 GROW, SHRINK = 1.4, 0.3  # most that one measurement may move epsilon
@@ -80,25 +82,36 @@ def begin(config: SparsityConfig) -> Control:
 
 
 def advance(
-    control: Control, config: SparsityConfig, profile: SparsityProfile, gap: float | None, step: int, price: Price
+    control: Control,
+    config: SparsityConfig,
+    profile: SparsityProfile,
+    gap: float | None,
+    step: int,
+    price: Price,
+    influence: Tensor | None = None,
 ) -> Control:
     """The controller after a measurement at `step`.
 
     gap: of the plan in `control.decision`, as losses say, None where that plan has no sparse layer. profile: every
-    layer must have been measured.
+    layer must have been measured. influence: (L, H), what each head's error counts (influence.py); None: all alike.
     """
     if config.rule == "dsv" or config.budget is not None:
         return _fixed(control, config, profile, gap, step, price)
     assert config.tolerance is not None
     before = control.decision
+
+    def plan_at(level: float) -> Plan:
+        found = by_error(profile, level, config.periphery, influence)
+        return place(*found, price, before.plan, config.dense_layers)
+
     # Nothing sparse costs nothing. The level may then rise until something pays, which is measured before it is used.
     moved = _move(control, 0.0 if gap is None else gap, config.tolerance)
-    most = max(LOWEST, most_useful(profile, config.periphery))
+    most = max(LOWEST, most_useful(profile, config.periphery, influence))
     moved = replace(moved, epsilon=min(moved.epsilon, most), streak=0 if gap is None else moved.streak)
-    plan = place(*by_error(profile, moved.epsilon, config.periphery), price, before.plan, config.dense_layers)
+    plan = plan_at(moved.epsilon)
     while gap is None and not any(plan.sparse) and moved.epsilon * STRIDE < min(most, moved.bad):
         moved = replace(moved, epsilon=moved.epsilon * STRIDE)
-        plan = place(*by_error(profile, moved.epsilon, config.periphery), price, before.plan, config.dense_layers)
+        plan = plan_at(moved.epsilon)
     if before.plan is not None and moved.streak > 0 and _same(plan, before.plan):
         plan = before.plan
     active = any(plan.sparse) and (before.active if gap is None else _active(before.active, moved.streak, gap, config))
@@ -170,19 +183,27 @@ def smallest_budget(error: Tensor, budgets: Sequence[float], epsilon: float) -> 
     return ends[left] + share * (ends[right] - ends[left])
 
 
-def by_error(profile: SparsityProfile, epsilon: float, periphery: str) -> tuple[Tensor, Tensor]:
-    """Budgets (L, H) and pooled heads (L, H) at one error level, by the predictor's own choice of tiles."""
-    found = profile.stacked()
-    drop = smallest_budget(found.error_drop, profile.budgets, epsilon)
-    pool = smallest_budget(found.error_pool, profile.budgets, epsilon)
+def by_error(
+    profile: SparsityProfile, epsilon: float, periphery: str, influence: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Budgets (L, H) and pooled heads (L, H) at one level of weighed error, by the predictor's own choice of tiles."""
+    drop, pool = (smallest_budget(error, profile.budgets, epsilon) for error in weighed(profile, influence))
     pooled = _choice(periphery, pool + POOL_WORK < drop)
     return torch.where(pooled, pool, drop), pooled
 
 
-def most_useful(profile: SparsityProfile, periphery: str) -> float:
-    """The error level at which every head has the smallest budget. A higher one would only be slow to come back."""
+def weighed(profile: SparsityProfile, influence: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output errors (L, H, K), dropped and pooled, each head's by the square root of its influence (L, H)."""
     found = profile.stacked()
-    drop, pool = found.error_drop[..., 0], found.error_pool[..., 0]
+    if influence is None:
+        return found.error_drop, found.error_pool
+    weight = (influence / influence.mean()).sqrt().clamp(1 / MOST, MOST).unsqueeze(-1)
+    return weight * found.error_drop, weight * found.error_pool
+
+
+def most_useful(profile: SparsityProfile, periphery: str, influence: Tensor | None = None) -> float:
+    """The error level at which every head has the smallest budget. A higher one would only be slow to come back."""
+    drop, pool = (error[..., 0] for error in weighed(profile, influence))
     return float(torch.where(_choice(periphery, pool < drop), pool, drop).max())
 
 

@@ -78,6 +78,7 @@ class Handle:
         self.policy.freeze()
         self.control = controller.begin(config)
         self.profile = SparsityProfile.empty(len(self.policy.learners))
+        self._influence: Tensor | None = None  # (L, H) of all ranks, at the last measurement
         self._probe = Probe(model, self.policy, self._before_forward)
         self._costs = costs
         self._tokens = 0.0  # of a sequence, mean over ranks
@@ -103,6 +104,7 @@ class Handle:
         self.steps += 1
         self.policy.step = self.steps
         self._share_lessons()
+        self.policy.influence.take()
         self.policy.freeze()
         if self._measuring() and (closure is not None or self._probe.ready()):
             self._measure(closure, float(loss.detach()) if isinstance(loss, Tensor) else loss)
@@ -125,6 +127,7 @@ class Handle:
         self.policy.learning = not self.config.training_free_steps and (
             not active or upcoming % self.config.teach_every == 0
         )
+        self.policy.weighs = self.policy.learning and self.config.tolerance is not None
 
     def _measure(self, closure: Callable[[], Tensor] | None, loss: float | None) -> None:
         """One pair, and after the last pair of a measurement the profile and a decision."""
@@ -155,13 +158,17 @@ class Handle:
         self._device = numbers.device
         tokens = max(self.policy.tokens.values())  # ranks may have clips of different lengths
         others = torch.tensor([*astuple(self._pairs[-1]), tokens], device=numbers.device)
-        measured = torch.cat([numbers.flatten(), others])
+        influence = self.policy.influence.mean
+        worth = torch.ones(numbers.shape[1:3]) if influence is None else influence
+        measured = torch.cat([numbers.flatten(), worth.flatten().to(numbers.device), others])
         reduced = (measured if self.reduce is None else self.reduce(measured)).cpu()
         if not bool(reduced.isfinite().all()):
             return False
         *losses, self._tokens = reduced[-4:].tolist()
         self._pairs[-1] = Pair(*losses)
-        for index, layer in enumerate(controller.unstack(reduced[:-4].view(numbers.shape))):
+        profiled, worth = reduced[:-4].split([numbers.numel(), worth.numel()])
+        self._influence = worth.view(numbers.shape[1:3])
+        for index, layer in enumerate(controller.unstack(profiled.view(numbers.shape))):
             # The pairs of one measurement are a few steps apart: together they are one look at the model.
             decay = MEMORY if first else 1 - (1 - MEMORY) / len(self._pairs)
             self.profile = self.profile.updated(index, layer, self.steps, decay)
@@ -171,7 +178,9 @@ class Handle:
         found = gap(self._pairs, self.config.shift) if compared else None
         self._pairs = []
         before = self.control
-        self.control = controller.advance(before, self.config, self.profile, found, self.steps, self._price)
+        self.control = controller.advance(
+            before, self.config, self.profile, found, self.steps, self._price, self._influence
+        )
         if self.decision is not before.decision:
             self._apply()
         self._report(before, found)
@@ -253,6 +262,7 @@ class Handle:
             "control": asdict(self.control), "profile": self.profile.to_dict(), "steps": self.steps,
             "pairs": [asdict(pair) for pair in self._pairs], "synced": self._synced, "rank": self.config.rank,
             "budget": _plain(self.config.budget), "tokens": self._tokens,
+            "influence": _rows(self.policy.influence.mean), "weighed": self.policy.influence.count,
         }  # fmt: skip
         return {"predictors": self.policy.state_dict(), "control": control}
 
@@ -265,6 +275,7 @@ class Handle:
         self.control, self.profile = _control(saved["control"]), SparsityProfile.from_dict(saved["profile"])
         self.steps, self._synced, self._tokens = saved["steps"], saved["synced"], saved["tokens"]
         self._pairs = [Pair(**pair) for pair in saved["pairs"]]
+        self.policy.influence.restore(saved.get("influence"), saved.get("weighed", 0))
         self.policy.step = self.steps
         if self.config.budget is not None and _plain(self.config.budget) != saved["budget"]:
             budgets, pooled = controller.at_budget(self.profile, self.config.budget, self.config.periphery)
@@ -312,6 +323,10 @@ def _policy(installed: adapters.Installed, config: SparsityConfig, device: torch
 
 def _plain(budget: float | Sequence[float] | None) -> float | list[float] | None:
     return list(budget) if isinstance(budget, Sequence) else budget
+
+
+def _rows(numbers: Tensor | None) -> list[list[float]] | None:
+    return None if numbers is None else numbers.tolist()
 
 
 @cache
