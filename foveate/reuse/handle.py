@@ -8,13 +8,13 @@
 Shapes: see policy.py.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -79,7 +79,8 @@ class ReuseHandle:
         installed.policy = policy
         self.installed.append(installed)
         self.policies.append(policy)
-        self._hooks.append(installed.root.register_forward_pre_hook(_Prompts(installed, policy), with_kwargs=True))
+        tell = _conditions(installed.root, policy)
+        self._hooks.append(installed.root.register_forward_pre_hook(tell, with_kwargs=True))
 
     def report(self) -> ReuseReport:
         """What the newest request did, all transformers of the pipeline in turn. Waits for the device."""
@@ -135,37 +136,18 @@ class ReuseHandle:
         self.remove()
 
 
-class _Prompts:
-    """Forward hook: another prompt within a request makes it another request."""
+def _conditions(model: nn.Module, policy: Reuse) -> Callable:
+    """A forward hook that tells the policy what the model is conditioned on: its text, image or label."""
+    names = tuple(inspect.signature(type(model).forward).parameters)[1:]
 
-    def __init__(self, installed: adapters.Installed, policy: Reuse):
-        self._installed, self._policy = installed, policy
-        self._seen: dict[tuple[str, str], list[Tensor]] = {}
+    def tell(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        inputs = dict(zip(names, args, strict=False)) | kwargs
+        policy.conditions = [
+            value for name, value in inputs.items()
+            if isinstance(value, Tensor) and (name == "condition" or name.startswith("encoder_hidden_states"))
+        ]  # fmt: skip
 
-    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        key = self._policy.request, self._installed.branch
-        if self._policy.request not in self._policy.requests:
-            self._seen = {seen: value for seen, value in self._seen.items() if seen[0] != self._policy.request}
-        given = list(_conditions(args, kwargs))
-        before = self._seen.get(key)
-        self._seen[key] = given
-        if before is not None and not _same(before, given):
-            log.info("reuse: another prompt within a request, its states are dropped")
-            self._policy.drop(self._policy.request)
-
-
-def _conditions(args: tuple, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """What a forward is conditioned on: its tensors besides the noisy sample, the time and rotary tables."""
-    for name, value in [*((str(place), x) for place, x in enumerate(args)), *kwargs.items()]:
-        if isinstance(value, Tensor) and (name in ("2", "condition") or name.startswith("encoder_")):
-            yield value
-
-
-def _same(before: list[Tensor], given: list[Tensor]) -> bool:
-    """Whether conditions are equal; the device is asked only where they are other tensors than before."""
-    if len(before) != len(given):
-        return False
-    return all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in zip(before, given, strict=True))
+    return tell
 
 
 def transformers(pipe: Any) -> list[nn.Module]:

@@ -37,6 +37,7 @@ class Request:
     signature: tuple
     branches: dict[str, Branch] = field(default_factory=dict)
     steps: dict[str, tuple[int, float]] = field(default_factory=dict)  # branch -> its newest step and noise level
+    prompts: dict[str, list[Tensor]] = field(default_factory=dict)  # branch -> what its forwards are conditioned on
     guidance: Any = None
     kink: int = -1
     cap: float = 0.0
@@ -68,6 +69,8 @@ class Reuse:
         self.request = ""  # which of them the next forwards belong to
         self.records: list[StepRecord] = []
         self._count = 0
+        self.conditions: list[Tensor] = []  # of the forward that begins: what it is conditioned on
+        self._step = 0
         self._branch: Branch | None = None
         self._record: StepRecord | None = None
         self._uncompiled: Any = torch.compiler.disable(self._call)
@@ -102,6 +105,7 @@ class Reuse:
 
     def _begin(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> None:
         step, sigma = self._where(layer)
+        self._step = step
         request = self._find_request(layer, q, k, step, sigma)
         called = request.called.setdefault(step, set())
         called.add(layer.branch)
@@ -111,7 +115,7 @@ class Reuse:
             layout = self._layout(layer, q)
             branch = request.branches[layer.branch] = Branch(self.layers, layout, self.config, step, q.device)
         branch.begin(step, sigma, kink, lambda: self._cap(request, branch), self._state_bytes(branch.layout, q))
-        request.steps[layer.branch] = step, sigma
+        request.steps[layer.branch], request.prompts[layer.branch] = (step, sigma), self.conditions
         self._branch = branch
         self._record = self._new_record(request, layer, branch, q, k)
         self.records.append(self._record)
@@ -149,7 +153,7 @@ class Reuse:
         signature = (q.shape[0], q.shape[2:], k.shape[2], q.dtype, q.device, layer.grid)
         request = self.requests.get(self.request)
         newest = None if request is None else request.steps.get(layer.branch)
-        if request is not None and request.signature == signature:
+        if request is not None and request.signature == signature and self._same_prompt(request, layer.branch):
             last = max(one for one, _ in request.steps.values())
             if step >= last and (newest is None or (step > newest[0] and sigma <= newest[1])):
                 return request
@@ -158,6 +162,19 @@ class Reuse:
         self.records = [record for record in self.records if record.request == self._count - 1]
         request = self.requests[self.request] = Request(self._count, signature, guidance=self._guidance())
         return request
+
+    def _same_prompt(self, request: Request, branch: str) -> bool:
+        """Whether a branch's conditions are those of its forward before; compared only where the tensors are others."""
+        before, given = request.prompts.get(branch), self.conditions
+        if before is None:
+            return True
+        pairs = zip(before, given, strict=False)
+        same = len(before) == len(given) and all(
+            a is b or (a.shape == b.shape and a.device == b.device and torch.equal(a, b)) for a, b in pairs
+        )
+        if not same and request.steps[branch][0] < self._step:
+            log.info("reuse: another prompt within a request, its states are dropped")
+        return same
 
     def _kinked(self, request: Request, step: int) -> bool:
         """Whether guidance differs from the step before: another scale, or other branches."""

@@ -1,0 +1,498 @@
+"""State reuse on one process: what every layer returns, against an oracle that keeps its own states; plans, requests,
+memory, pipelines (CASES 16, 19 to 21, 31 to 34)."""
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from foveate import AttnState, ReuseConfig, VideoGrid, attend, merge, reuse
+from foveate.attention import Layer
+from foveate.models.dit import DiTConfig, VideoDiT
+from foveate.reuse import plan as plans
+from foveate.reuse.branch import Branch
+from foveate.reuse.cache import HeldState
+from foveate.reuse.layout import Layout, one_process, ranks
+from foveate.reuse.plan import History, StepPlan, plan_memory, plan_step
+from foveate.reuse.policy import Reuse
+from foveate.reuse.schedule import needed, rounds
+from foveate.sample import generate
+
+TOLERANCE = 1e-5
+
+
+# The exchange, on any number of ranks.
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_every_key_enters_every_merge_exactly_once(data: st.DataObject) -> None:
+    """Random plans, groups, ranks, nodes and uneven shards (text is the end of the last): fresh or held, never both,
+    and what travels is what is used, once."""
+    world = data.draw(st.integers(1, 8))
+    node = data.draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=world, max_size=world))
+    groups, local = data.draw(st.integers(1, 8)), data.draw(st.sampled_from(["held", "fresh"]))
+    layout = ranks(sizes, 0, groups, node)
+    bundles = layout.bundles(data.draw(st.integers(1, 8)))
+    fresh = [[data.draw(st.booleans()) for _ in bundles] for _ in range(world)]
+    for a, b in itertools.pairwise(range(world)):
+        if a // node != b // node:
+            assert layout.group_of[a] != layout.group_of[b], "a group crosses a node boundary"
+    needs = needed(layout, bundles, fresh, local)
+    received = [[(rank - away) % world for away, takes in rounds(needs) if takes[rank]] for rank in range(world)]
+    for rank in range(world):
+        counts = torch.zeros(layout.tokens, dtype=torch.int64)
+        used = torch.zeros(layout.tokens, dtype=torch.bool)
+        spans = [
+            (span, fresh[rank][b]) for b, bundle in enumerate(bundles) for span in layout.keys(rank, bundle, local)
+        ]
+        spans += [(layout.group(layout.group_of[rank]), True)] if local == "fresh" else []
+        for (a, b), now in spans:
+            counts[a:b] += 1
+            used[a:b] |= now
+        assert bool((counts == 1).all())
+        assert sorted(received[rank]) == sorted(set(received[rank])) == needs[rank]
+        for other in range(world):
+            a, b = layout.part(other)
+            assert bool(used[a:b].all()) == bool(used[a:b].any()), "a shard is used in part"
+            assert (other in needs[rank]) == (other != rank and bool(used[a:b].any()))
+
+
+def test_one_process_cuts_as_ranks_do() -> None:
+    assert one_process(960, 8).bounds == (0, 128, 256, 384, 512, 640, 768, 896, 960)
+    assert one_process(100, 8).bounds == (0, 64, 100)
+    with pytest.raises(ValueError, match="nodes"):
+        ranks([64] * 6, 0, 2, node=4)
+
+
+# Every layer's output against an oracle.
+
+
+class Oracle:
+    """Keeps its own (out, lse) by part and bundle, from `attend` over gathered keys, and extrapolates by definition."""
+
+    def __init__(self, layout: Layout, bundles: tuple, config: ReuseConfig):
+        self.layout, self.bundles, self.config = layout, bundles, config
+        self.known: dict[tuple[int, int], list[tuple[float, AttnState]]] = {}
+
+    def over(self, q: Tensor, k: Tensor, v: Tensor, spans: Any) -> AttnState:
+        places = torch.cat([torch.arange(a, b) for a, b in spans]) if spans else torch.arange(0)
+        if not len(places):
+            return AttnState.empty_like(q.double())
+        return attend(q.double(), k[:, places].double(), v[:, places].double(), backend="reference")
+
+    def __call__(self, sigma: float, fresh: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs = []
+        for part in range(self.layout.parts):
+            a, b = self.layout.part(part)
+            states = [
+                self.state(part, n, sigma, bool(fresh[part, n]), q[:, a:b], k, v) for n in range(len(self.bundles))
+            ]
+            if self.config.local == "fresh":
+                states.append(self.over(q[:, a:b], k, v, [self.layout.group(self.layout.group_of[part])]))
+            outs.append(merge(*states).out)
+        return torch.cat(outs, 1)
+
+    def state(self, part: int, bundle: int, sigma: float, fresh: bool, q: Tensor, k: Tensor, v: Tensor) -> AttnState:
+        seen = self.known.setdefault((part, bundle), [])
+        if fresh:
+            state = self.over(q, k, v, self.layout.keys(part, self.bundles[bundle], self.config.local))
+            self.known[part, bundle] = [*seen[-1:], (sigma, state)]
+            return state
+        (first, old), (last, new) = seen if len(seen) == 2 else (seen[0], seen[0])
+        if self.config.order == 0 or first == last:
+            return new
+        damping = 1.0 if self.config.damping is None else self.config.damping
+        ahead = damping * (sigma - last) / (last - first)
+        clamp = self.config.clamp
+        move = (ahead * (new.lse - old.lse)).clamp(-clamp, clamp)
+        return AttnState(new.out + ahead * (new.out - old.out), new.lse + torch.where(move.isnan(), 0.0, move))
+
+
+SHAPES = {"plain": VideoGrid(4, 10, 12), "text": VideoGrid(3, 9, 11, text=29), "tiny": VideoGrid(1, 8, 9)}
+
+
+@pytest.mark.parametrize("grid", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("local", ["held", "fresh"])
+@pytest.mark.parametrize(("order", "damping"), [(0, None), (1, 1.0), (1, 0.4)])
+@pytest.mark.parametrize(("groups", "states"), [(1, 1), (2, 2), (5, 1), (8, 3), (8, 8)])
+def test_random_plans_against_the_oracle(grid, local, order, damping, groups, states, monkeypatch) -> None:
+    """Merges of fresh and held states, extrapolated or not, on random plans; exact where all is fresh."""
+    config = ReuseConfig(
+        groups=groups, states=states, local=local, order=order, damping=damping, warmup=2, clamp=0.05
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(groups * 10 + states)
+    policy, oracle = Reuse(1, config), None
+
+    def decide(branch: Branch) -> StepPlan:
+        fresh = torch.rand(branch.history.rate.shape, generator=draw) < 0.5
+        if config.whole:
+            fresh[:] = fresh[:, :1]  # a layer held whole is whole on all parts
+        return StepPlan(fresh if branch.step >= 2 else torch.ones_like(fresh), "random")
+
+    monkeypatch.setattr(Branch, "_decide", decide)
+    base = [0.5 * torch.randn(2, grid.tokens, 2, 32, generator=draw) for _ in range(6)]
+    for step, sigma in enumerate([1.0, 0.85, 0.7, 0.5, 0.35, 0.2]):
+        q, k, v = (x + sigma * y for x, y in zip(base[:3], base[3:], strict=True))
+        with torch.no_grad():
+            out = policy(Layer(0, "x", grid, step, "cond", sigma), q, k, v)
+        branch = policy.requests[""].branches["cond"]
+        assert branch.plan is not None
+        oracle = oracle or Oracle(branch.layout, branch.bundles, config)
+        expected = oracle(sigma, branch.plan.fresh[0], q, k, v)
+        atol = TOLERANCE * max(1.0, float(expected.abs().max()))  # extrapolation multiplies values and their rounding
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+        if branch.plan.anchor:
+            torch.testing.assert_close(out, attend(q, k, v).out, rtol=0, atol=TOLERANCE)
+
+
+def test_a_state_is_never_read_before_it_is_written() -> None:
+    with pytest.raises(AssertionError, match="before it was written"):
+        HeldState().moved_out(torch.zeros(4), (0, 4))
+    with pytest.raises(AssertionError, match="before it was written"):
+        HeldState().moved(torch.zeros(4), (0, 4), 0.7)
+
+
+def test_infinite_lse_stays_and_its_change_is_not_followed() -> None:
+    """-inf on either side of a change: the newest value stands, for lse and out."""
+    held, dark = HeldState(), -torch.inf
+    lses = [[dark, 0.0, dark, 1.0], [0.5, dark, dark, 1.2]]
+    for value, lse in zip((1.0, 3.0), lses, strict=True):
+        state = AttnState(torch.full((1, 4, 1, 32), value), torch.tensor(lse).view(1, 1, 4))
+        held.renew(state, (0, 4), slope=True)
+    moved = held.moved(torch.ones(4), (0, 4), 0.7)
+    assert torch.allclose(moved.lse.flatten(), torch.tensor([0.5, dark, dark, 1.4]))
+    assert moved.out[0, :, 0, 0].tolist() == [3.0, 3.0, 3.0, 5.0]
+    for _ in range(2):  # a large change is clamped
+        held.renew(AttnState(moved.out, moved.lse * 0 + 9.0), (0, 4), slope=True)
+        held.renew(AttnState(moved.out, moved.lse * 0), (0, 4), slope=True)
+    assert float(held.moved(torch.ones(4), (0, 4), 0.7).lse.nan_to_num().abs().max()) <= 0.7
+
+
+# Plans.
+
+
+def history(seed: int, shape: tuple[int, int, int] = (6, 4, 5)) -> History:
+    draw = torch.Generator().manual_seed(seed)
+
+    def rand(*size: int) -> Tensor:
+        return torch.rand(size, generator=draw, dtype=torch.float64)
+
+    made = History.empty(*shape)
+    return History(
+        last=made.last.nan_to_num(0.0) + 0.5, before=made.before.nan_to_num(0.0) + 0.6, rate=10 ** (4 * rand(*shape)),
+        drift=0.5 + rand(shape[0]), age=(8 * rand(*shape)).floor(), slopes=rand(shape[0]) < 0.7,
+        held=rand(shape[0]) < 0.8,
+    )  # fmt: skip
+
+
+@given(st.integers(0, 10_000), st.floats(0.01, 1.0), st.floats(0.01, 1.0))
+@settings(max_examples=100, deadline=None)
+def test_planner_is_monotone_in_quality(seed: int, one: float, other: float) -> None:
+    """At fixed measurements whatever a higher quality holds, a lower one holds too; quality 1 holds nothing."""
+    known, low, high = history(seed), min(one, other), max(one, other)
+    sparse = plan_step(known, 0.4, plans.error_level(low), 8).fresh
+    exact = plan_step(known, 0.4, plans.error_level(high), 8).fresh
+    assert bool((sparse <= exact).all())
+    assert bool(plan_step(known, 0.4, plans.error_level(1.0), 8).fresh.all())
+
+
+def test_planner_holds_what_is_predicted_to_be_harmless() -> None:
+    known = history(0)
+    known = History(**{**vars(known), "drift": torch.ones(6), "age": known.age * 0, "held": torch.ones(6).bool()})
+    errors = plans.predict(known, 0.4).sort(-1).values.cumsum(-1).square().mean((0, 1)).sqrt()
+    for count in range(1, 5):
+        level = float(errors[count - 1 : count + 1].mean())
+        fresh = plan_step(known, 0.4, level, 8).fresh
+        assert bool(((~fresh).sum(-1) == count).all())
+    jumped = History(**{**vars(known), "drift": torch.full((6,), 5.0)})
+    assert plan_step(jumped, 0.4, 1e9, 8).reason == "drift"
+    old = History(**{**vars(known), "age": known.age + 8})
+    assert bool(plan_step(old, 0.4, 1e9, 8).fresh.all())
+
+
+@given(st.integers(0, 1000), st.integers(0, 60))
+@settings(max_examples=60, deadline=None)
+def test_memory_goes_where_it_saves_most(seed: int, room: int) -> None:
+    """Within the cap always; slopes with the largest gain are kept, layers with the largest error are left out."""
+    draw = torch.Generator().manual_seed(seed)
+    plain = torch.rand(12, generator=draw, dtype=torch.float64)
+    first = plain * torch.rand(12, generator=draw, dtype=torch.float64)
+    found = plan_memory(plain, first, 2, 1, 100, room * 100.0)
+    assert found.bytes == 200 * (sum(found.held) + sum(found.slopes)) <= room * 100
+    assert found.bytes == 200 * min(24, room // 2), "room is left unused"
+    held, slopes = torch.tensor(found.held), torch.tensor(found.slopes)
+    assert not bool((slopes & ~held).any())
+    if not held.all():
+        assert not slopes.any()
+        assert not held.any() or plain[held].max() <= plain[~held].min()
+    elif slopes.any() and not slopes.all():
+        gain = plain - first
+        assert gain[slopes].min() >= gain[~slopes].max()
+
+
+# Whole generations.
+
+
+def model(classes: int = 3, depth: int = 3) -> VideoDiT:
+    torch.manual_seed(0)
+    made = VideoDiT(DiTConfig(width=64, depth=depth, heads=2, patch=(1, 2, 2), classes=classes))
+    for weight in made.parameters():
+        nn.init.normal_(weight, std=0.08)
+    return made.eval().requires_grad_(False)
+
+
+def make(target: nn.Module, size=(8, 16, 16), steps=12, label=1, guidance=1.0, batch=1, seed=0) -> Tensor:
+    noise = torch.randn((batch, 3, *size), generator=torch.Generator().manual_seed(seed))
+    labels = torch.tensor([label, 0][:batch])
+    return generate(target, noise, steps=steps, solver="euler", condition=labels, guidance=guidance)
+
+
+@pytest.mark.parametrize("config", [{"quality": 1.0}, {"interval": 1}, {"quality": 1.0, "states": 8, "local": "fresh"}])
+def test_exact_is_bit_by_bit_the_plain_model(config: dict) -> None:
+    target = model()
+    plain = make(target, guidance=2.0)
+    with reuse(target, ReuseConfig(**config)) as handle:
+        assert torch.equal(make(target, guidance=2.0), plain)
+        assert handle.report().hit_rate == 0
+        assert handle.bytes_held() == 0
+    assert torch.equal(make(target, guidance=2.0), plain)
+
+
+def test_second_request_is_what_a_fresh_process_gives() -> None:
+    """After requests of another size, step count, batch, guidance and prompt, or one that was broken off (CASE 20)."""
+    config = ReuseConfig(interval=3, warmup=3, rows=64)
+    wanted: dict[str, Any] = {"size": (8, 16, 16), "steps": 12, "label": 1, "guidance": 2.0, "batch": 2}
+    with reuse(model(), config) as handle:
+        alone = make(handle.installed[0].root, **wanted)
+    target = model()
+    with reuse(target, config):
+        for change in (
+            {"size": (4, 20, 16)},
+            {"steps": 7},
+            {"batch": 1},
+            {"guidance": 1.0},
+            {"label": 2},
+            {"seed": 5},
+            {},
+        ):
+            make(target, **{**wanted, **change})
+            assert torch.equal(make(target, **wanted), alone), change
+        with pytest.raises(KeyboardInterrupt):
+            broken_off(target, wanted)
+        assert torch.equal(make(target, **wanted), alone)
+
+
+def broken_off(target: nn.Module, wanted: dict) -> None:
+    calls = itertools.count()
+
+    def stop(*_: Any) -> None:
+        if next(calls) == 11:
+            raise KeyboardInterrupt
+
+    hook = target.blocks[1].register_forward_pre_hook(stop)  # type: ignore[index,union-attr]
+    try:
+        make(target, **wanted)
+    finally:
+        hook.remove()
+
+
+def test_a_prompt_changed_within_a_request_drops_its_states(caplog: pytest.LogCaptureFixture) -> None:
+    target, config = model(), ReuseConfig(interval=3, warmup=2)
+    x = torch.randn(1, 3, 8, 16, 16)
+    with caplog.at_level(logging.INFO, "foveate"), reuse(target, config) as handle, torch.no_grad():
+        for step, label in enumerate([1, 1, 1, 2, 2, 2]):
+            with handle.during(step=step, sigma=1 - step / 10):
+                target(x, torch.tensor([1 - step / 10]), torch.tensor([label]))
+        reasons = [record.reason for record in handle.report().steps]
+    assert "another prompt" in caplog.text
+    assert reasons == ["warm-up", "warm-up", "interval"]
+
+
+def test_requests_that_take_turns_have_their_own_states() -> None:
+    target, config = model(), ReuseConfig(interval=3, warmup=2)
+    clips = {name: torch.randn(1, 3, 8, 16, 16) for name in "ab"}
+
+    def steps(name: str, handle: Any) -> Any:
+        for step in range(6):
+            with handle.request(name), handle.during(step=step, sigma=1 - step / 10):
+                yield target(clips[name] * (1 - step / 20), torch.tensor([1 - step / 10]), torch.tensor([1]))
+
+    with torch.no_grad(), reuse(target, config) as handle:
+        apart = {name: list(steps(name, handle)) for name in "ab"}
+        handle.forget()
+        turns = list(zip(*(steps(name, handle) for name in "ab"), strict=True))
+        for name, outs in zip("ab", zip(*turns, strict=True), strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(apart[name], outs, strict=True))
+
+
+def test_branches_keep_their_own_states_and_guidance_switches_reset_slopes() -> None:
+    """A third branch, and one that stops: no state of one is used for another (CASE 33)."""
+    target, config = model(), ReuseConfig(interval=4, warmup=3)
+    x = torch.randn(1, 3, 8, 16, 16)
+
+    def run(branches: Callable[[int], str], handle: Any) -> dict[tuple[int, str], Tensor]:
+        outs = {}
+        for step, branch in itertools.product(range(10), "abc"):
+            if branch in branches(step):
+                with handle.during(step=step, sigma=1 - step / 12, branch=branch):
+                    label = torch.tensor(["abc".index(branch)])
+                    outs[step, branch] = target(x * (1 - step / 20), torch.tensor([1 - step / 12]), label)
+        return outs
+
+    with torch.no_grad(), reuse(target, config) as handle:
+        alone = {name: run(lambda _, name=name: name, handle) for name in "abc"}
+        together = run(lambda _: "abc", handle)
+        for name, outs in alone.items():
+            assert all(torch.equal(out, together[key]) for key, out in outs.items()), name
+        run(lambda step: "ab" if step < 6 else "a", handle)
+        reasons = {record.step: record.reason for record in handle.report().steps if record.branch == "a"}
+    assert [reasons[step] for step in (5, 6, 7, 8)] == ["interval", "interval", "guidance", "guidance"]
+
+
+def test_enable_remove_enable_restores_and_frees() -> None:
+    target = model()
+    policy, plain = target.policy, make(target)
+    for _ in range(3):
+        handle = reuse(target, ReuseConfig(interval=3, warmup=3))
+        with pytest.raises(ValueError, match="already"):
+            reuse(target)
+        changed = make(target)
+        assert handle.bytes_held() > 0
+        assert not torch.equal(changed, plain)
+        handle.remove()
+        assert handle.bytes_held() == 0
+        assert target.policy is policy
+        assert "cache_context" not in vars(target)
+        assert not target._forward_pre_hooks
+        assert torch.equal(make(target), plain)
+    handle.remove()
+
+
+def test_memory_is_capped_reported_and_freed(caplog: pytest.LogCaptureFixture) -> None:
+    target = model()
+    state = 512 * 2 * (32 * 4 + 4)  # bytes of one state: tokens x heads x (head dim in float32, and lse)
+    for count, held, slopes in ((0, 0, 0), (2, 2, 0), (5, 3, 2), (6, 3, 3)):
+        with reuse(target, ReuseConfig(interval=3, warmup=4, memory_gib=count * state / 2**30)) as handle:
+            make(target)
+            report, branch = handle.report(), handle.policies[0].requests[""].branches["cond"]
+            assert branch.memory is not None
+            assert (sum(branch.memory.held), sum(branch.memory.slopes)) == (held, slopes)
+            assert report.bytes_held == handle.bytes_held() == branch.bytes() == (held + slopes) * state
+            shares = torch.stack([record.fresh.double().mean((1, 2)) for record in report.steps]).mean(0)
+            assert int((shares < 1).sum()) == held
+            handle.forget()
+            assert handle.bytes_held() == 0
+    assert "memory cap" in caplog.text
+
+
+def test_states_are_merged_before_slopes_are_dropped() -> None:
+    target, state = model(), 512 * 2 * (32 * 4 + 4)
+    config = ReuseConfig(interval=3, warmup=4, states=4, groups=4, memory_gib=13 * state / 2**30)
+    with reuse(target, config) as handle:
+        make(target)
+        branch = handle.policies[0].requests[""].branches["cond"]
+        assert branch.memory is not None
+        assert branch.memory.states == 2
+        assert all(branch.memory.slopes)
+        assert handle.bytes_held() <= 13 * state
+
+
+def test_zero_hits_are_logged_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    target = model()
+    with reuse(target, ReuseConfig(quality=0.9999999, warmup=2, max_hold=3)) as handle:
+        make(target)
+        report = handle.report()
+    assert report.hit_rate == 0
+    assert report.computed == 1
+    assert "no state was held" in caplog.text
+
+
+def test_report_adds_up() -> None:
+    target = model()
+    with reuse(target, ReuseConfig(interval=3, warmup=3, groups=4, states=4, local="fresh", audit=True)) as handle:
+        make(target)
+        report = handle.report()
+    shares = {record.anchor_share: float(record.computed.mean()) for record in map(Seen, report.steps)}
+    own = sum(((b - a) / 512) ** 2 for a, b in itertools.pairwise(one_process(512, 4).bounds))
+    assert shares == {1.0: pytest.approx(1.0), 0.0: pytest.approx(own)}
+    exact = 12 * 3 * sum((512 - (b - a)) for a, b in itertools.pairwise(one_process(512, 4).bounds)) * 2 * 64 * 4
+    assert report.bytes_moved + report.bytes_saved == exact
+    assert report.bytes_saved == exact * 6 // 12
+    for record in report.steps[3:]:
+        assert record.actual is not None
+        assert bool(record.actual.isfinite().all()), "audit sees every state"
+    rows = report.to_dict()["steps"]
+    assert len(rows) == 12
+    assert (rows[5]["reason"], len(rows[5]["fresh"])) == ("interval", 3)
+    assert "12 forwards" in str(report)
+
+
+@dataclass
+class Seen:
+    record: Any
+
+    @property
+    def anchor_share(self) -> float:
+        return float(self.record.fresh.double().mean())
+
+    @property
+    def computed(self) -> Tensor:
+        return self.record.computed
+
+
+def test_measured_error_is_the_error_of_holding() -> None:
+    """What the meter says holding would have cost, at any damping, is what replacing that state by hand costs."""
+    grid, config = (
+        VideoGrid(2, 8, 16),
+        ReuseConfig(interval=9, warmup=5, groups=2, states=2, rows=256, damping=0.6, audit=True),
+    )
+    policy = Reuse(1, config)
+    draw = torch.Generator().manual_seed(3)
+    base = [0.5 * torch.randn(1, 256, 2, 32, generator=draw) for _ in range(6)]
+    states: list[list[AttnState]] = []
+    for step, sigma in enumerate([0.52, 0.51, 0.5]):
+        q, k, v = (x + sigma * y for x, y in zip(base[:3], base[3:], strict=True))
+        with torch.no_grad():
+            policy(Layer(0, "x", grid, step, "", sigma), q, k, v)
+        states.append([attend(q, k[:, a:b], v[:, a:b]) for a, b in ((0, 128), (128, 256))])
+    report = Reuse.report(policy)
+    actual = report.steps[-1].actual
+    assert actual is not None
+    whole = merge(*states[2]).out
+    for number in range(2):
+        (first, last, now), rest = [state[number] for state in states], states[2][1 - number]
+        held = AttnState(last.out + 0.6 * (last.out - first.out), last.lse + 0.6 * (last.lse - first.lse))
+        missed = merge(held, rest).out - whole
+        for part in range(2):
+            rows = slice(part * 128, part * 128 + 128)
+            expected = missed[:, rows].norm() / whole[:, rows].norm()
+            assert float(actual[0, part, number]) == pytest.approx(float(expected), rel=0.02)
+        assert now.lse.isfinite().all()
+
+
+def test_refusals() -> None:
+    for bad in (
+        {"quality": 0.0}, {"order": 2}, {"interval": 0}, {"warmup": 1}, {"damping": 1.5}, {"groups": 0}, {"states": 9},
+        {"local": "x"}, {"memory_gib": -1.0}, {"dtype": "int8"}, {"clamp": 0.0}, {"backend": "x"}, {"cfg": 3},
+        {"head": 0},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            ReuseConfig(**bad)
+    target = model()
+    with pytest.raises(ValueError, match="no adapter"):
+        reuse(nn.Linear(2, 2))
+    with reuse(target) as handle:
+        with pytest.raises(ValueError, match="noise level"), torch.no_grad():
+            target(torch.randn(1, 3, 8, 16, 16), torch.ones(1))
+        target.requires_grad_(True)
+        with pytest.raises(ValueError, match="no_grad"), handle.during(step=0, sigma=1.0):
+            target(torch.randn(1, 3, 8, 16, 16), torch.ones(1))
