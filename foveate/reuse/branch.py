@@ -194,8 +194,8 @@ class Branch:
 
     def _rated(self, history: History, error: Tensor, growth: Tensor, fresh: Tensor) -> History:
         """The rates with a step's errors taken in, in logarithms."""
-        found = error / growth
-        usable = fresh & found.isfinite() & (found > 0)
+        found = (error / growth).clamp_min(1e-12)  # a state that did not move at all may be held, and may move later
+        usable = fresh & found.isfinite()
         mixed = torch.where(history.rate.isfinite(), history.rate ** (1 - BLEND) * found**BLEND, found)
         return replace(history, rate=torch.where(usable, mixed, history.rate))
 

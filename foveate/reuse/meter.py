@@ -82,6 +82,21 @@ class LayerMeter:
         self._take(new, old, fresh, again)
         return found
 
+    def glance(self, probe: AttnState, ahead: Tensor) -> Tensor:
+        """`observe` at a step where only the probe, out (B, R, H, D), is new, and nothing becomes the newest value."""
+        found = torch.zeros(self.rows.parts, self.damping.shape[1], len(FIELDS), device=probe.out.device)
+        if self.base is None:
+            return found
+        a, b = self.base.out[-1] - probe.out, torch.zeros(())
+        pairs = [(a, a), (probe.out, probe.out)]
+        if self.change is not None:
+            b = self._per_row(ahead)[-1][:, None, None] * self.change.out[-1]
+            pairs += [(a, b), (b, b)]
+        sums = [(x * y).sum((0, 2, 3)).unflatten(0, (self.rows.parts, -1)).sum(-1) for x, y in pairs]
+        aa, ww, ab, bb = (*sums, *[torch.zeros_like(sums[0])] * (4 - len(sums)))
+        found[:, -1] = torch.stack([aa, ab, bb, ww, self.damping[:, -1]], -1)
+        return found
+
     def _moved(
         self, old: AttnState, change: AttnState | None, new: AttnState, seen: Tensor, ahead: Tensor
     ) -> AttnState:

@@ -317,12 +317,20 @@ class Reuse:
         rows, fresh = branch.rows, branch.fresh_mask[index]
         keys = Keys(branch.layout, q, k, v, None, self.config.backend)
         queries = q[:, rows.index]
+        probing = self.config.adaptive or self.config.audit or own is not None  # else nothing asks for drift
+        if own is not None:
+            probe = _at(own, rows.index)
+        else:
+            probe = self._probe(branch, queries, keys) if probing else AttnState.empty_like(queries)
+        if not any_fresh and not self.config.audit:
+            probe = AttnState(probe.out.float(), probe.lse)
+            branch.sums[index] = branch.meters[index].glance(probe, branch.ahead[index])
+            return
         sampled = [self._sampled(branch, number, state, queries, keys) for number, state in enumerate(states)]
-        probe = self._probe(branch, queries, keys) if own is None else _at(own, rows.index)
         out = torch.stack([state.out.float() for state in (*sampled, probe)])
         lse = torch.stack([state.lse for state in (*sampled, probe)])
         seen = torch.ones_like(fresh) if self.config.audit else fresh.clone()
-        seen[:, -1] = True
+        seen[:, -1] = probing
         again = any(flag for row in branch.again[index] for flag in row)
         new = AttnState(out, lse)
         branch.sums[index] = branch.meters[index].observe(new, seen, fresh, branch.ahead[index], again=again)
