@@ -203,6 +203,25 @@ def test_two_replicas_of_two_ranks_give_the_gradient_of_two_clips(wrapper: str, 
         assert_same(ours, truth)
 
 
+def checkpointed() -> dict[str, Tensor]:
+    """As `on_ranks`, with every block recomputed in the backward."""
+    model, inputs, grid = make("wan")
+    installed = adapters.install(model, fixed(grid, adapters_heads(model), "pool"))
+    handle = parallelize(model, ParallelConfig(sequence=2))
+    model.enable_gradient_checkpointing()
+    found = results(model.train(), inputs, handle.reduce_gradients)
+    handle.remove()
+    installed.remove()
+    return found
+
+
+def test_checkpointed_blocks_are_the_same(worlds: Worlds) -> None:
+    pytest.importorskip("diffusers", reason="needs diffusers: pip install 'foveate[diffusers]'")
+    truth = one_process("wan", "pool")
+    for ours in worlds(2).run(checkpointed):
+        assert_same(ours, truth)
+
+
 FAST = {"warmup": 3, "learn_from": 2, "often": 2, "rare": 4, "force": True}
 STEPS = 10
 

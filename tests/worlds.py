@@ -14,6 +14,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+PRELOAD = ["torch", "torch.distributed.fsdp", "foveate", "foveate.models.dit"]
+PRELOAD += [f"diffusers.models.transformers.{name}" for name in ("transformer_wan", "cogvideox_transformer_3d")]
 LIMIT = 60.0  # seconds a task may take
 
 
@@ -24,7 +26,7 @@ class World:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         context = mp.get_context("forkserver")  # a server that has imported torch once: starting a rank is cheap
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "foveate", "foveate.models.dit"])
+        context.set_forkserver_preload(PRELOAD)
         store = str(Path(self._folder.name) / "store")
         self.pipes, self.processes = [], []
         for rank in range(size):

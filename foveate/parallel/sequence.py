@@ -93,18 +93,19 @@ class SequenceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, words: Tensor, job: Job) -> Tensor:
         state, local, fetch, remote = sequence_forward(q, k, v, words, job)
-        ctx.job, ctx.fetch, ctx.remote = job, fetch, None
-        tensors = [q, k, v, *state, local]
-        if remote is not None:
-            ctx.remote = remote[0]
-            tensors += [remote[0].tiles, remote[1]] + ([] if remote[0].means is None else [remote[0].means])
-        ctx.save_for_backward(*tensors)
+        # Tensors through save_for_backward alone: checkpointing throws them away and makes them again.
+        ctx.job, ctx.fetch = job, fetch
+        far = (None, None, None) if remote is None else (remote[0].tiles, remote[0].means, remote[1])
+        ctx.save_for_backward(q, k, v, *state, local, *far)
         return state[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        q, k, v, out, lse, local, *_ = ctx.saved_tensors
-        remote = None if ctx.remote is None else (ctx.remote, ctx.saved_tensors[7])
+        q, k, v, out, lse, local, tiles, means, words_far = ctx.saved_tensors
+        remote = None
+        if tiles is not None:
+            shape = (k.shape[0], k.shape[2], k.shape[3])
+            remote = Remote(tiles, ctx.fetch.got, means, ctx.job.place, shape), words_far
         dq, dk, dv = sequence_backward(grads[0], q, k, v, (out, lse), local, ctx.fetch, remote, ctx.job)
         return dq, dk, dv, None, None
 
