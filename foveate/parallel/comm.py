@@ -218,11 +218,13 @@ class Group:
             stream = self._side_stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                work = launch(as_bytes(receive), as_bytes(send))
+                launch(as_bytes(receive), as_bytes(send)).wait()  # holds this stream, not the host
+                done = torch.cuda.Event()
+                done.record()
             send.record_stream(stream)
             receive.record_stream(stream)
-            _watch().add(self, what, work)
-            return Pending(self, what, work, lambda: _used_here(receive))
+            _watch().add(self, what, done)
+            return Pending(self, what, _Until(done), lambda: _used_here(receive))
         except RuntimeError as error:
             raise CommError(self.diagnose(what, error)) from error
 
@@ -272,6 +274,16 @@ class HostNumbers:
         if self.event is not None:
             self.event.synchronize()
         return self._numbers.tolist()
+
+
+@dataclass(frozen=True)
+class _Until:
+    """What a Pending waits for on CUDA: an event of the communication stream. It keeps no tensor alive."""
+
+    done: Any
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.done)
 
 
 def _used_here(x: Tensor) -> Tensor:
@@ -362,15 +374,15 @@ class _Watch(threading.Thread):
         super().__init__(daemon=True, name="foveate-watch")
         self._pending: deque[tuple[float, Group, str, Any]] = deque()
 
-    def add(self, group: Group, what: str, work: Any) -> None:
-        self._pending.append((time.monotonic() + group.timeout, group, what, work))
+    def add(self, group: Group, what: str, done: Any) -> None:
+        self._pending.append((time.monotonic() + group.timeout, group, what, done))
 
     def run(self) -> None:
         while True:
             time.sleep(1.0)
             while self._pending:
-                due, group, what, work = self._pending[0]
-                if not work.is_completed():
+                due, group, what, done = self._pending[0]
+                if not done.query():
                     if time.monotonic() > due:
                         log.critical("%s", group.diagnose(what, f"no answer in {group.timeout:.0f} s"))
                         self._pending.popleft()

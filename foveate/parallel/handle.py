@@ -116,7 +116,6 @@ class ParallelHandle:
                 self.installed.remove()
             raise
         self.installed.policy = self.policy
-        self._device = next(model.parameters()).device
         self._costs, self._checks = costs, 2 if config.check_inputs and config.ranks > 1 else 0
         self._hook = model.register_forward_pre_hook(self._check, with_kwargs=True)
         self.ranks.of(config.head)
@@ -125,6 +124,10 @@ class ParallelHandle:
                 "fetch_cap: at most %.0f %% of the other ranks' tiles are fetched for a head; where more are chosen "
                 "the selection is not the one of a single process", 100 * config.fetch_cap,
             )  # fmt: skip
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.installed.root.parameters()).device
 
     @property
     def plan(self) -> ParallelPlan:
@@ -181,7 +184,7 @@ class ParallelHandle:
         plan: ParallelPlan = holder[0]
         for degree in sorted({layer.head for layer in (*plan.layers, plan.dense)}):
             self.ranks.of(degree)
-        if plan != self.policy.plan:
+        if [(x.head, x.heads) for x in plan.layers] != [(x.head, x.heads) for x in self.policy.plan.layers]:
             log.info("step %d: %s", self.steps, describe(plan))
         self.policy.plan = plan
 
