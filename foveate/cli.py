@@ -68,6 +68,7 @@ def generate(
     seed: int = 0,
     label: int | None = None,
     guidance: float = 1.0,
+    reuse: float | None = None,
     device: str = "auto",
 ) -> int:
     """Generate a clip with a trained model.
@@ -80,11 +81,12 @@ def generate(
         seed: Of the noise.
         label: Class, for a model trained on class folders.
         guidance: Classifier-free guidance, 1 is off.
+        reuse: Quality in (0, 1] of attention states reused across denoising steps, for example 0.9; 1 is exact.
         device: auto, cpu or cuda.
     """
     from foveate.training.generate import generate_file
 
-    generate_file(out, model, attention, steps, seed, label, guidance, device, console)
+    generate_file(out, model, attention, steps, seed, label, guidance, device, console, reuse)
     return 0
 
 

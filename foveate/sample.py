@@ -42,13 +42,14 @@ def generate(
 
     def call(branch: str, x: Tensor, index: int, level: float, condition: Tensor | None) -> Tensor:
         with _context(model, branch, step_index=index, sigma=level, num_inference_steps=steps):
-            return model(x, torch.full((len(x),), level, device=x.device), condition).float()
+            return model(x, torch.full((len(x),), level, device=x.device), condition)
 
     def velocity(x: Tensor, index: int, level: float, stage: str = "") -> Tensor:
         wanted = call(f"cond{stage}", x, index, level, condition)
         if guidance == 1.0 or condition is None:
-            return wanted
-        plain = call(f"uncond{stage}", x, index, level, None)
+            return wanted.float()
+        plain = call(f"uncond{stage}", x, index, level, None).float()
+        wanted = wanted.float()  # read after both calls: ranks may compute one each (reuse/branches.py)
         return plain + guidance * (wanted - plain)
 
     for index, (now, then) in enumerate(pairwise(levels)):

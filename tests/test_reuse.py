@@ -1,6 +1,7 @@
 """State reuse on one process: what every layer returns, against an oracle that keeps its own states; plans, requests,
 memory, pipelines (CASES 16, 19 to 21, 31 to 34)."""
 
+import io
 import itertools
 import logging
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from torch import Tensor, nn
 
 from foveate import AttnState, ReuseConfig, VideoGrid, attend, merge, reuse
@@ -24,6 +26,8 @@ from foveate.reuse.plan import History, StepPlan, plan_memory, plan_step
 from foveate.reuse.policy import Reuse
 from foveate.reuse.schedule import needed, rounds
 from foveate.sample import generate
+from foveate.training.generate import generate_file
+from foveate.training.recipes import CHECKPOINT
 
 TOLERANCE = 1e-5
 
@@ -496,3 +500,14 @@ def test_refusals() -> None:
         target.requires_grad_(True)
         with pytest.raises(ValueError, match="no_grad"), handle.during(step=0, sigma=1.0):
             target(torch.randn(1, 3, 8, 16, 16), torch.ones(1))
+
+
+def test_generate_command_reuses_states(tmp_path: Any) -> None:
+    """`foveate generate --reuse QUALITY`, on the model that comes with foveate."""
+    said = io.StringIO()
+    generate_file(
+        tmp_path / "clip.mp4", CHECKPOINT, "dense", 6, 0, None, 1.0, "cpu", Console(file=said, width=200), reuse=0.1
+    )
+    assert (tmp_path / "clip.mp4").stat().st_size > 0
+    assert "% of the attention computed" in said.getvalue()
+    assert "100% of the attention" not in said.getvalue()

@@ -134,3 +134,29 @@ def traffic() -> tuple[int, int]:
     total = torch.tensor(sent)
     torch.distributed.all_reduce(total)
     return int(total), report["moved"]
+
+
+def two_branches(config: dict) -> tuple[Tensor, float, list[str]]:
+    """With guidance: the video twice in a row, and the branches that this rank computed after the first step."""
+    made, noise = model(), torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+    forward = made.forward
+    with reuse(made, ReuseConfig(**config)) as handle:
+        for _ in range(2):
+            out = generate(made, noise, steps=STEPS, solver="euler", condition=torch.tensor([1]), guidance=3.0)
+        report = handle.report()
+    assert made.forward == forward
+    return out, report.computed, sorted({record.branch for record in report.steps if record.step > 0})
+
+
+@pytest.mark.parametrize(("size", "config"), [(2, {}), (4, {"head": 2}), (4, {"states": 2, "head": 1})], ids=str)
+def test_branches_on_halves_of_the_ranks(worlds: Worlds, size: int, config: dict) -> None:
+    expected = plain(guidance=3.0)
+    for settings in ({"quality": 1.0}, {"interval": 3, "warmup": 3, "damping": 1.0}):
+        found = worlds(size).run(two_branches, {"cfg": 2, **config, **settings})
+        alone = expected
+        if "interval" in settings:  # one process with as many groups as a branch has sequence ranks
+            alone, _ = video({**settings, "groups": max(1, size // 2), "states": config.get("states", 1)}, guidance=3.0)
+        for rank, (out, computed, branches) in enumerate(found):
+            torch.testing.assert_close(out, alone, rtol=0, atol=2 * TOLERANCE)
+            assert branches == [("cond", "uncond")[rank >= size // 2]]
+            assert (computed < 1) == ("interval" in settings)

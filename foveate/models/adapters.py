@@ -171,6 +171,11 @@ class Installed:
         return self._context.branch
 
     @property
+    def step(self) -> int | None:
+        """The denoising step that forwards are told now."""
+        return self._context.step
+
+    @property
     def shard(self) -> Shard | None:
         """Which part of every sequence this process holds; None for all of it. Set by context parallelism."""
         return self._context.shard

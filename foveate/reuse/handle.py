@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from foveate.attention import Dense
 from foveate.models import adapters
 from foveate.parallel.policy import Parallel
+from foveate.reuse.branches import SplitBranches
 from foveate.reuse.config import ReuseConfig
 from foveate.reuse.policy import Place, Reuse
 from foveate.reuse.ranks import Team
@@ -79,6 +80,8 @@ class ReuseHandle:
         installed.policy = policy
         self.installed.append(installed)
         self.policies.append(policy)
+        if team is not None and team.degrees.cfg == 2:
+            self._undo.append(SplitBranches(installed, policy.drop_branch).remove)
         tell = _conditions(installed.root, policy)
         self._hooks.append(installed.root.register_forward_pre_hook(tell, with_kwargs=True))
 

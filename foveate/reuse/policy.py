@@ -205,6 +205,13 @@ class Reuse:
             if request is not None:
                 self._settle(request)
 
+    def drop_branch(self, name: str) -> None:
+        """Free a branch of the request that runs: other ranks compute it from now on."""
+        request = self.requests.get(self.request)
+        if request is not None:
+            request.branches.pop(name, None)
+            request.steps.pop(name, None)
+
     def _settle(self, request: Request) -> None:
         for branch in request.branches.values():
             branch.settle()

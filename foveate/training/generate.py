@@ -1,5 +1,7 @@
 """From a weights file to an MP4."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -7,6 +9,8 @@ from rich.console import Console
 
 from foveate.data import to_uint8, write_mp4
 from foveate.models.dit import DiTConfig, VideoDiT
+from foveate.reuse.config import ReuseConfig
+from foveate.reuse.handle import reuse as reuse_states
 from foveate.sample import generate
 from foveate.sparsity.policy import Sparse
 from foveate.training import checkpoint
@@ -39,6 +43,18 @@ def load_predictor(path: Path, config: DiTConfig, device: str = "cpu") -> Sparse
     return policy
 
 
+@contextmanager
+def reusing(model: VideoDiT, quality: float | None, console: Console) -> Iterator[None]:
+    """Attention states remembered across steps at this quality, and what that saved; nothing where it is None."""
+    if quality is None:
+        yield
+        return
+    with reuse_states(model, ReuseConfig(quality=quality)) as handle:
+        yield
+        report = handle.report()
+    console.print(f"reuse: {report.computed:.0%} of the attention computed, {report.hit_rate:.0%} of the states held")
+
+
 def generate_file(
     out: Path,
     model_file: Path,
@@ -49,6 +65,7 @@ def generate_file(
     guidance: float,
     device: str,
     console: Console,
+    reuse: float | None = None,
 ) -> None:
     """Generate one clip of the size the model was trained on and write it. ValueError for what cannot be done."""
     if attention not in ("dense", "sparse"):
@@ -67,7 +84,7 @@ def generate_file(
     size = about["clip"]
     shape = (1, model.config.channels, size["frames"], size["height"], size["width"])
     noise = torch.randn(shape, generator=stream(seed)).to(device)
-    with console.status("generating") as status:
+    with console.status("generating") as status, reusing(model, reuse, console):
         video = generate(
             model, noise, steps=steps, condition=condition, guidance=guidance,
             progress=lambda done, total: status.update(f"generating: step {done} of {total}"),
