@@ -252,7 +252,9 @@ def sparse_training(head: int, sequence: int, checkpointing: bool = False) -> tu
         if parallel is not None:
             parallel.step()
         losses.append(loss.item())
+    assert handle.policy.influence.mean is not None
     state, computed = handle.state_dict()["predictors"], dict(handle.policy.computed)
+    state["influence"] = handle.policy.influence.mean
     if parallel is not None:
         assert isinstance(handle.policy, Sparse)
         assert handle.installed.policy is parallel.policy

@@ -125,7 +125,14 @@ class Parallel:
             raise ValueError(f"{layer.name}: rank {me} has {q.shape[1]} tokens, its shard {shards.sizes[me]}")
         self.shape, self.grid = (q.shape[0], q.shape[2], q.shape[3], q.element_size()), layer.grid
         with torch.autocast(q.device.type, enabled=False):
-            return self._compute(layer, q, k, v, shards)
+            out = self._compute(layer, q, k, v, shards)
+        if isinstance(self.inner, Sparse) and self.inner.weighs:
+            self.inner.influence.watch(layer.index, out, self._over_ranks)
+        return out
+
+    def _over_ranks(self, numbers: Tensor) -> Tensor:
+        self.ranks.context.mean_([numbers], "influence of heads")
+        return numbers
 
     def _compute(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, shards: Shards) -> Tensor:
         where = layer.name or f"layer {layer.index}"

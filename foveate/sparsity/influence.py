@@ -8,6 +8,8 @@ to a factor that all heads share. It costs two norms a call, and nothing waits f
 Shapes: B batch, S tokens, L layers, H heads, D head dim.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,19 +29,22 @@ class Influence:
         self._step: dict[int, Tensor] = {}
         self._watched: set[int] = set()
 
-    def watch(self, index: int, out: Tensor) -> None:
-        """Wait for the gradient of a layer's out (B, S, H, D). Recomputation of what is watched already is not."""
+    def watch(self, index: int, out: Tensor, total: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        """Wait for the gradient of a layer's out (B, S, H, D). Recomputation of what is watched already is not.
+
+        total: where tokens are spread over ranks, a number of each head summed over them, up to a common factor.
+        """
         again = torch._C._current_graph_task_id() >= 0
         if not out.requires_grad or (again and index in self._watched):
             return
         self._watched.add(index)
-        size = squares(out.detach())
-        out.register_hook(lambda gradient: self.note(index, size, gradient))
+        size = total(squares(out.detach()))
+        out.register_hook(lambda gradient: self.note(index, size, gradient, total))
 
-    def note(self, index: int, size: Tensor, gradient: Tensor) -> None:
+    def note(self, index: int, size: Tensor, gradient: Tensor, total: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         """`gradient` (B, S, H, D) has reached a layer's output, whose sum of squares by head is `size` (H,)."""
         self._watched.discard(index)
-        found = size * squares(gradient.detach())
+        found = size * total(squares(gradient.detach()))
         self._step[index] = self._step[index] + found if index in self._step else found
 
     def take(self) -> None:
