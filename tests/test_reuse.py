@@ -26,7 +26,8 @@ from foveate.reuse.plan import History, StepPlan, plan_memory, plan_step
 from foveate.reuse.policy import Reuse
 from foveate.reuse.schedule import needed, rounds
 from foveate.sample import generate
-from foveate.training.generate import generate_file
+from foveate.training.checkpoint import load_weights, save_weights
+from foveate.training.generate import generate_file, load_model
 from foveate.training.recipes import CHECKPOINT
 
 TOLERANCE = 1e-5
@@ -504,10 +505,22 @@ def test_refusals() -> None:
 
 def test_generate_command_reuses_states(tmp_path: Any) -> None:
     """`foveate generate --reuse QUALITY`, on the model that comes with foveate."""
-    said = io.StringIO()
-    generate_file(
-        tmp_path / "clip.mp4", CHECKPOINT, "dense", 6, 0, None, 1.0, "cpu", Console(file=said, width=200), reuse=0.1
-    )
+    said, small = io.StringIO(), tmp_path / "small.safetensors"
+    weights, about = load_weights(CHECKPOINT)
+    save_weights(small, weights, {**about, "clip": {"frames": 4, "height": 32, "width": 32, "fps": 25}})
+    console = Console(file=said, width=200)
+    generate_file(tmp_path / "clip.mp4", small, "dense", 8, 0, None, 1.0, "cpu", console, reuse=0.1)
     assert (tmp_path / "clip.mp4").stat().st_size > 0
     assert "% of the attention computed" in said.getvalue()
     assert "100% of the attention" not in said.getvalue()
+
+
+def test_predictions_on_a_trained_model_are_right_within_two() -> None:
+    """The demo's model, 40 steps: held states with an actual error above 1e-3 (`audit` measures them)."""
+    target, _ = load_model(CHECKPOINT)
+    noise = torch.randn((1, 3, 4, 48, 48), generator=torch.Generator().manual_seed(0))
+    with reuse(target, ReuseConfig(quality=0.8, audit=True)) as handle:
+        generate(target, noise, steps=40, solver="euler")
+        share, count = handle.report().within(2.0)
+    assert count > 400
+    assert share >= 0.8

@@ -21,7 +21,7 @@ from foveate.reuse.report import StepRecord
 
 log = logging.getLogger("foveate")
 
-DRIFT = (0.5, 16.0)  # of a probe's error over its prediction, how far it is believed
+DRIFT = (0.25, 16.0)  # of a probe's error over its prediction, how far it is believed
 BLEND = 0.5  # weight of the newest measurement of a rate, in logarithms
 
 
@@ -48,6 +48,7 @@ class Branch:
         self.kinked_at: int | None = None
         self.plain = torch.full((layers,), torch.nan, dtype=torch.float64)  # measured errors of a plain hold,
         self.first = self.plain.clone()  # and with the slope
+        self.usual = torch.ones(layers, dtype=torch.float64)  # drift at the first step after an anchor, smoothed
         self._pending: Pending | None = None
         self._divide(config.states)
 
@@ -188,8 +189,13 @@ class Branch:
         fresh = pending.fresh.any(-1, keepdim=True)
         expected = (self.probe.rate * at).square().nanmean((1, 2)).sqrt()
         drift = probe.square().nanmean((1, 2)).sqrt() / expected
-        drift = torch.where(drift.isfinite(), drift, 1.0).clamp(*DRIFT)
-        self.history = replace(self.history, drift=torch.where(fresh.flatten(1).any(1), 1.0, drift))
+        renewed = fresh.flatten(1).any(1)
+        seen = drift.isfinite() & ~renewed
+        drift = torch.where(seen, drift, 1.0).clamp(*DRIFT)
+        # The first step after an anchor has no probe yet: what it was off at such steps before is what is expected.
+        first_held = seen & (self.history.age.amax((1, 2)) == 1)
+        self.usual = torch.where(first_held, (self.usual * drift).sqrt(), self.usual)
+        self.history = replace(self.history, drift=torch.where(renewed, self.usual, drift))
         self.probe = self._rated(self.probe, probe, at, fresh)
 
     def _rated(self, history: History, error: Tensor, growth: Tensor, fresh: Tensor) -> History:
