@@ -14,9 +14,10 @@ from foveate.kernels.select import octant_means, project, tile_mass
 from foveate.parallel.comm import TRAFFIC, Buffers, Group, Shards, partition
 from foveate.parallel.fetch import Fetch, Place
 from foveate.parallel.headwise import Heads, exchange_qkv, return_out
+from foveate.parallel.lessons import ShardedSight
 from foveate.parallel.ring import attend_ring
 from foveate.parallel.sequence import Choice, Job, Kernel, attend_sequence, select_sequence
-from foveate.sparsity.predictor import true_mass
+from foveate.sparsity.predictor import Sight, true_mass
 
 TOLERANCE = 1e-5
 MADE: dict[tuple[int, int], tuple[Group, Group]] = {}
@@ -158,6 +159,24 @@ def test_repeats_are_bit_equal(worlds: Worlds) -> None:
     grid, shape = VideoGrid(5, 15, 15, text=40), (1, 4, 4, 32)
     for mask in (random_mask(grid, 1, 4), None):
         assert all(worlds(4).run(repeated, grid, shape, torch.float32, mask, "pool", 2, 2))
+
+
+def seen_by_a_lesson(grid: VideoGrid, shape: tuple, rows: Tensor) -> list[Tensor]:
+    shards, group = Shards.cut(grid.tokens, dist.get_world_size()), layout(1, dist.get_world_size())[1]
+    mine = slice(*shards.bounds[group.rank : group.rank + 2])
+    q, k = (x[:, mine] for x in tensors(grid, *shape, torch.float32)[:2])
+    sight = ShardedSight(q, k, shards, group, "layer")
+    return [*sight.octants(), sight.mass(torch.tensor([1]), rows, 0.5)]
+
+
+def test_lessons_on_ranks_see_what_one_process_sees(worlds: Worlds) -> None:
+    grid, shape = VideoGrid(5, 15, 15, text=40), (2, 4, 2, 32)  # the last tile and the last octant are short
+    rows = torch.tensor([[0, 18], [3, 4], [18, 9], [11, 5]])
+    q, k = tensors(grid, *shape, torch.float32)[:2]
+    sight = Sight(q, k)
+    truth = [*sight.octants(), sight.mass(torch.tensor([1]), rows, 0.5)]
+    for found in worlds(4).run(seen_by_a_lesson, grid, shape, rows):
+        assert all(error(ours, theirs) < TOLERANCE for ours, theirs in zip(found, truth, strict=True))
 
 
 REAL = VideoGrid(16, 26, 20)

@@ -19,6 +19,7 @@ from torch import Tensor
 from foveate.attention import Dense, Layer, Policy, attend
 from foveate.parallel.comm import TIMEOUT, Buffers, Group, Shards, partition
 from foveate.parallel.headwise import Heads, exchange_qkv, own_heads, return_out
+from foveate.parallel.lessons import ShardedSight
 from foveate.parallel.plan import LayerPlan, ParallelPlan
 from foveate.parallel.ring import attend_ring
 from foveate.parallel.sequence import Choice, Job, Kernel, attend_sequence, select_sequence
@@ -164,11 +165,12 @@ class Parallel:
         if not isinstance(inner, Sparse):
             return None
 
-        def whole(count: int) -> Any:
+        def whole() -> Any:
             what = f"whole q, k, v of {where}"
-            return tuple(gather_tokens(x.detach(), shards, self.ranks.context, what) for x in (q, k, v)[:count])
+            return tuple(gather_tokens(x.detach(), shards, self.ranks.context, what) for x in (q, k, v))
 
-        call = inner.begin(layer, q.device, whole, torch.is_grad_enabled())
+        sight = ShardedSight(q, k, shards, self.ranks.context, where)
+        call = inner.begin(layer, sight, whole, torch.is_grad_enabled())
         return None if call.mode == "dense" else call
 
     def _plan(self, layer: Layer, call: Any) -> LayerPlan:

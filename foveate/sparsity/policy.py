@@ -17,7 +17,7 @@ from torch import Tensor
 from foveate.attention import AttnState, Layer, attend
 from foveate.sparsity import compiled
 from foveate.sparsity.influence import Influence
-from foveate.sparsity.predictor import Learner, Predictor
+from foveate.sparsity.predictor import Learner, Predictor, Sight
 from foveate.sparsity.profile import HeadProfile, profile
 from foveate.sparsity.select import per_head, select, select_random
 from foveate.tiles import Selection
@@ -94,33 +94,29 @@ class Sparse:
 
     def choose(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, grad: bool) -> tuple[str, Selection | None]:
         """Learn and measure from one call, and say how it is to be computed: the mode, and the tiles it keeps."""
-        call = self.begin(layer, q.device, lambda count: (q, k, v)[:count], grad)
+        call = self.begin(layer, Sight(q, k), lambda: (q, k, v), grad)
         if call.mode == "dense":
             return call.mode, None
         return call.mode, self.kept(call, (q.shape[0], q.shape[2]), lambda: self.selection(layer, q, k))
 
     def begin(
-        self, layer: Layer, device: torch.device, whole: Callable[[int], tuple[Tensor, ...]], grad: bool
+        self, layer: Layer, sight: Sight, whole: Callable[[], tuple[Tensor, Tensor, Tensor]], grad: bool
     ) -> "Call":
         """The first half of `choose`, which context parallelism calls by itself: learn, measure, say the mode.
 
-        whole: gives the first so many of q, k, v, of the whole sequence and all heads; asked for where something is
-        learned (from two) or measured (with three).
+        sight: what a lesson looks at. whole: gives q, k, v of whole sequences and all heads, for a profile.
         """
         index = layer.index
-        self._settle(index, device)
+        self._settle(index, sight.q.device)
         self.tokens[index] = layer.grid.tokens
         again = torch._C._current_graph_task_id() >= 0  # inside a backward: recomputation
         live = grad if self.whole is None else self.whole
         free = self._free(layer, again)
-        teach = not again and (free or (self.learning and live and self.training()))
-        measure = not again and self._profiles is not None
-        if teach or measure:
-            seen = whole(3 if measure else 2)
-            if teach:
-                self._teach(layer, seen[0], seen[1], LESSONS if free else 1)
+        if not again:
+            if free or (self.learning and live and self.training()):
+                self._teach(layer, sight, LESSONS if free else 1)
             if self._profiles is not None:
-                self._profiles[index] = self._profile(layer, *seen)
+                self._profiles[index] = self._profile(layer, *whole())
         mode = "dense" if free or not self.sparse_layers[index] else self.mode
         self.computed[mode] += 1
         return Call(layer, mode, again, live)
@@ -238,13 +234,13 @@ class Sparse:
         if self._frozen is not None:
             self.freeze()
 
-    def _teach(self, layer: Layer, q: Tensor, k: Tensor, lessons: int) -> None:
+    def _teach(self, layer: Layer, sight: Sight, lessons: int) -> None:
         learner = self.learners[layer.index]
         # What a lesson saves for its own backward is none of checkpointing's business, whose hooks would count it.
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             # The closed form takes each sequence in once; only fine-tuning draws something new at every lesson.
             for lesson in range(lessons if learner.predictor is not None else 1):
-                learner.observe(q, k, layer.grid, seed=self._seed(layer) + lesson)
+                learner.learn(sight, layer.grid, seed=self._seed(layer) + lesson)
 
     def _free(self, layer: Layer, again: bool) -> bool:
         """Whether this is one of the dense calls that begin a training-free generation."""

@@ -41,12 +41,15 @@ class Moments:
         """Take in q (B, S, H, D) and k (B, S, G, D), any float dtype. Raises ValueError for other shapes."""
         heads, dim, _ = self.cq.shape
         _check(q, k, heads, dim)
-        self.count += q.shape[0]
-        share = q.shape[0] / self.count
         with torch.autocast(q.device.type, enabled=False):
-            keys = project(octant_means(k), None, heads)
-            self.cq = self.cq.lerp(_second_moment(octant_means(q)), share)
-            self.ck = self.ck.lerp(_second_moment(keys - keys.mean(2, keepdim=True)), share)
+            self.update_octants(octant_means(q), project(octant_means(k), None, heads))
+
+    def update_octants(self, q_oct: Tensor, k_oct: Tensor) -> None:
+        """Take in octant means (B, H, O, D) of whole sequences, float32."""
+        self.count += q_oct.shape[0]
+        share = q_oct.shape[0] / self.count
+        self.cq = self.cq.lerp(_second_moment(q_oct), share)
+        self.ck = self.ck.lerp(_second_moment(k_oct - k_oct.mean(2, keepdim=True)), share)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"cq": self.cq.clone(), "ck": self.ck.clone(), "count": torch.tensor(self.count)}
@@ -107,6 +110,25 @@ class Predictor:
         return cls(state["a"], state["b"])
 
 
+class Sight:
+    """What a lesson looks at: q (B, S, H, D) and k (B, S, G, D) of whole sequences, any float dtype.
+
+    A subclass may hold a part of the sequences only, and find out the rest (parallel/lessons.py).
+    """
+
+    def __init__(self, q: Tensor, k: Tensor) -> None:
+        self.q, self.k, self.heads = q.detach(), k.detach(), q.shape[2]
+
+    def octants(self, clips: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Octant means (B, H, O, D) of queries and of keys; of these clips (int64) only, where given."""
+        q, k = ((x if clips is None else x.index_select(0, clips)) for x in (self.q, self.k))
+        return octant_means(q), project(octant_means(k), None, self.heads)
+
+    def mass(self, clip: Tensor, rows: Tensor, scale: float) -> Tensor:
+        """`true_mass` of one clip, int64 (1,)."""
+        return true_mass(self.q.index_select(0, clip), self.k.index_select(0, clip), rows, scale)
+
+
 class Learner:
     """Learns one layer's predictor beside a training run, from the q and k of each step; the model never notices.
 
@@ -158,31 +180,36 @@ class Learner:
         """
         heads, dim = self.moments.cq.shape[:2]
         _check(q, k, heads, dim, grid)
-        scale = float(dim**-0.5 if scale is None else scale)
-        with torch.autocast(q.device.type, enabled=False):
+        self.learn(Sight(q, k), grid, scale=scale, seed=seed)
+
+    @torch.no_grad()
+    def learn(self, sight: Sight, grid: VideoGrid, *, scale: float | None = None, seed: int) -> None:
+        """As `observe`, from whatever gives the sight."""
+        scale = float(self.moments.cq.shape[1] ** -0.5 if scale is None else scale)
+        device = sight.q.device
+        with torch.autocast(device.type, enabled=False):
             if self.seen < self.start:
-                self._begin(q.detach(), k.detach())
+                self._begin(sight)
             else:
-                self._tune(q.detach(), k.detach(), grid, scale, torch.Generator(q.device).manual_seed(seed))
+                self._tune(sight, grid, scale, torch.Generator(device).manual_seed(seed))
         self.seen += 1
 
-    def _begin(self, q: Tensor, k: Tensor) -> None:
-        self.moments.update(q, k)
+    def _begin(self, sight: Sight) -> None:
+        self.moments.update_octants(*sight.octants())
         if self.seen + 1 == self.start:
             closed = Predictor.from_moments(self.moments, self.rank)
             self._weights = torch.stack([closed.a, closed.b])
 
-    def _tune(self, q: Tensor, k: Tensor, grid: VideoGrid, scale: float, generator: torch.Generator) -> None:
-        clip = torch.randint(q.shape[0], (1,), generator=generator, device=q.device)
-        q, k = q.index_select(0, clip), k.index_select(0, clip)
-        rows = sample_rows(grid, q.shape[2], self.rows, generator)
-        target = true_mass(q, k, rows, scale)
-        q_oct, k_oct = octant_means(q)[0], project(octant_means(k), None, q.shape[2])[0]
+    def _tune(self, sight: Sight, grid: VideoGrid, scale: float, generator: torch.Generator) -> None:
+        clip = torch.randint(sight.q.shape[0], (1,), generator=generator, device=generator.device)
+        rows = sample_rows(grid, sight.heads, self.rows, generator)
+        target = sight.mass(clip, rows, scale)
+        q_oct, k_oct = (x[0] for x in sight.octants(clip))
         q_oct, valid = take_runs(q_oct, rows, TILE // OCTANT)
         q_oct, k_oct = (_jittered(x, self.jitter, generator) for x in (q_oct, k_oct))
         with torch.enable_grad():
             weights = self._weights.clone().requires_grad_()
-            mass = _predicted_mass(q_oct @ weights[0][:, None], k_oct @ weights[1], valid, k.shape[1], scale)
+            mass = _predicted_mass(q_oct @ weights[0][:, None], k_oct @ weights[1], valid, grid.tokens, scale)
             loss = -(target * mass.clamp_min(MASS_FLOOR).log()).sum(-1).mean()
             (gradient,) = torch.autograd.grad(loss, weights)
         self.loss = loss.detach()
@@ -249,7 +276,7 @@ def true_mass(q: Tensor, k: Tensor, rows: Tensor, scale: float) -> Tensor:
         logits = part @ keys
         logits[..., tokens:] = -torch.inf
         parts.append(logits.softmax(-1).unflatten(-1, (-1, TILE)).sum(-1))
-    return _mean_valid(torch.cat(parts, 1).unflatten(1, valid.shape[1:]), valid)
+    return mean_valid(torch.cat(parts, 1).unflatten(1, valid.shape[1:]), valid)
 
 
 def _predicted_mass(q_oct: Tensor, k_oct: Tensor, valid: Tensor, tokens: int, scale: float) -> Tensor:
@@ -261,10 +288,10 @@ def _predicted_mass(q_oct: Tensor, k_oct: Tensor, valid: Tensor, tokens: int, sc
     bias = pad(octant_sizes(tokens, k_oct.device).log(), (0, spare), value=-torch.inf)
     logits = bias + scale * q_oct.flatten(1, 2) @ pad(k_oct, (0, 0, 0, spare)).mT
     shares = logits.softmax(-1).unflatten(-1, (-1, TILE // OCTANT)).sum(-1)
-    return _mean_valid(shares.unflatten(1, valid.shape[1:]), valid)
+    return mean_valid(shares.unflatten(1, valid.shape[1:]), valid)
 
 
-def _mean_valid(x: Tensor, valid: Tensor) -> Tensor:
+def mean_valid(x: Tensor, valid: Tensor) -> Tensor:
     """Mean of x (H, n, L, N) over those of its L that are valid (H, n, L)."""
     weight = valid.to(x.dtype)
     weight = weight / weight.sum(-1, keepdim=True)
