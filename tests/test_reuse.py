@@ -524,3 +524,17 @@ def test_predictions_on_a_trained_model_are_right_within_two() -> None:
         share, count = handle.report().within(2.0)
     assert count > 400
     assert share >= 0.8
+
+
+def test_a_second_value_at_one_noise_level_tells_no_slope() -> None:
+    """As second-order solvers ask for: the newest value counts, the change before it stays, no division by zero."""
+    grid, config = VideoGrid(1, 8, 16), ReuseConfig(interval=2, warmup=3, groups=2, rows=64, damping=1.0)
+    policy = Reuse(1, config)
+    values = {}
+    with torch.no_grad():
+        for step, (sigma, value) in enumerate([(1.0, 0.0), (0.9, 1.0), (0.8, 2.0), (0.8, 4.0), (0.8, 5.0), (0.6, 9.0)]):
+            q = torch.zeros(1, 128, 1, 32)
+            values[step] = policy(Layer(0, "x", grid, step, "", sigma), q, q, q + value)
+    # Steps 3 and 5 are held. The change from 0.9 to 0.8 is 1; twice as far again from 5 at 0.8 is 7 at 0.6.
+    torch.testing.assert_close(values[3], torch.full_like(values[3], 2.0))
+    torch.testing.assert_close(values[5], torch.full_like(values[5], 7.0))

@@ -22,6 +22,7 @@ from foveate.reuse.report import StepRecord
 log = logging.getLogger("foveate")
 
 DRIFT = (0.25, 16.0)  # of a probe's error over its prediction, how far it is believed
+USUAL = 3.0  # largest drift expected without a probe: below plan.ANCHOR_DRIFT, or nothing would ever be held again
 BLEND = 0.5  # weight of the newest measurement of a rate, in logarithms
 
 
@@ -194,7 +195,7 @@ class Branch:
         drift = torch.where(seen, drift, 1.0).clamp(*DRIFT)
         # The first step after an anchor has no probe yet: what it was off at such steps before is what is expected.
         first_held = seen & (self.history.age.amax((1, 2)) == 1)
-        self.usual = torch.where(first_held, (self.usual * drift).sqrt(), self.usual)
+        self.usual = torch.where(first_held, (self.usual * drift).sqrt(), self.usual).clamp_max(USUAL)
         self.history = replace(self.history, drift=torch.where(renewed, self.usual, drift))
         self.probe = self._rated(self.probe, probe, at, fresh)
 
