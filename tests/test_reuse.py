@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor, nn
 
-from foveate import AttnState, ReuseConfig, VideoGrid, attend, merge, reuse
+from foveate import AttnState, ReuseConfig, SparsityConfig, VideoGrid, attend, merge, reuse, sparsify
 from foveate.attention import Layer
 from foveate.models.dit import DiTConfig, VideoDiT
 from foveate.reuse import plan as plans
@@ -538,3 +538,21 @@ def test_a_second_value_at_one_noise_level_tells_no_slope() -> None:
     # Steps 3 and 5 are held. The change from 0.9 to 0.8 is 1; twice as far again from 5 at 0.8 is 7 at 0.6.
     torch.testing.assert_close(values[3], torch.full_like(values[3], 2.0))
     torch.testing.assert_close(values[5], torch.full_like(values[5], 7.0))
+
+
+def test_around_another_policy_layers_are_held_whole() -> None:
+    """Sparse attention computes what is fresh; removing reuse leaves it in place."""
+    target = model()
+    sparse = sparsify(target, SparsityConfig(budget=0.3, training_free_steps=1, force=True))
+    with reuse(target, ReuseConfig(interval=3, warmup=3)) as handle:
+        sparse.restart()
+        make(target)
+        report = handle.report()
+        assert sparse.installed.policy is handle.policies[0]
+    calls = sum(sparse.policy.computed.values())
+    assert calls == 3 * sum(record.hits == 0 for record in report.steps) == 3 * 6
+    assert sparse.policy.computed["sparse"] > 0
+    assert sparse.installed.policy is sparse.policy
+    with pytest.raises(ValueError, match="held whole"):
+        reuse(target, ReuseConfig(states=2))
+    assert sparse.installed.policy is sparse.policy

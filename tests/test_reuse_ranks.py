@@ -10,6 +10,7 @@ from worlds import Worlds
 from foveate import ReuseConfig, reuse
 from foveate.models.dit import DiTConfig, VideoDiT
 from foveate.parallel.comm import TRAFFIC
+from foveate.parallel.handle import ParallelConfig, parallelize
 from foveate.reuse.branch import Branch
 from foveate.reuse.plan import StepPlan
 from foveate.sample import generate
@@ -160,3 +161,22 @@ def test_branches_on_halves_of_the_ranks(worlds: Worlds, size: int, config: dict
             torch.testing.assert_close(out, alone, rtol=0, atol=2 * TOLERANCE)
             assert branches == [("cond", "uncond")[rank >= size // 2]]
             assert (computed < 1) == ("interval" in settings)
+
+
+def around_parallel() -> tuple[Tensor, float]:
+    """`parallelize` first: its ranks and its exact attention are kept."""
+    made, noise = model(), torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+    spread = parallelize(made, ParallelConfig(head=2, sequence=2))
+    with reuse(made, ReuseConfig(interval=3, warmup=3, damping=1.0)) as handle:
+        out = generate(made, noise, steps=STEPS, solver="euler", condition=torch.tensor([1]))
+        computed = handle.report().computed
+    assert spread.installed.policy is spread.policy
+    spread.remove()
+    return out, computed
+
+
+def test_around_parallelize(worlds: Worlds) -> None:
+    alone, told = video({"interval": 3, "warmup": 3, "damping": 1.0})
+    for out, computed in worlds(4).run(around_parallel):
+        torch.testing.assert_close(out, alone, rtol=0, atol=TOLERANCE)
+        assert computed == pytest.approx(told["computed"])
