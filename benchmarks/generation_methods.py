@@ -1,0 +1,210 @@
+"""Ways to generate with less attention, each installed on a fresh diffusers pipeline: ours, and peers at their best.
+
+A `Method` is one setting of one family. Families: `exact`; `plain hold` (DiTango's rule) and `first order` (undamped)
+at fixed anchor intervals; `foveate` (its default at fixed intervals, then by `quality`); diffusers' FirstBlockCache,
+TaylorSeer and pyramid attention broadcast (PAB); cache-dit's DBCache. Ranges are each peer's own sensible one, from
+nearly exact to visibly wrong; variants that its documentation offers are settings like any other.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import foveate as fv
+
+INTERVALS = (2, 3, 4, 6)  # between anchors, for comparisons at equal fresh work
+WARMUP = 5  # first steps of ours and of every peer that has such a setting
+Install = Callable[[Any], AbstractContextManager[Any]]  # given a pipeline; what it enters is our handle or None
+
+
+@dataclass(frozen=True)
+class Method:
+    family: str
+    setting: str
+    install: Install
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {self.setting}".strip()
+
+
+def reuse(**settings: Any) -> Install:
+    """`fv.reuse` on the pipeline, removed at the end."""
+    return lambda pipe: fv.reuse(pipe, fv.ReuseConfig(warmup=WARMUP, **settings))
+
+
+def exact() -> list[Method]:
+    return [Method("exact", "", lambda _: nullcontext()), Method("exact", "foveate", reuse(quality=1.0))]
+
+
+def fixed(intervals: tuple[int, ...]) -> list[Method]:
+    """Equal fresh work: the same steps computed, everything held in between."""
+    return [
+        Method(family, f"every {interval}", reuse(interval=interval, **how))
+        for interval in intervals
+        for family, how in (
+            ("plain hold", {"order": 0}),
+            ("first order", {"damping": 1.0}),
+            ("foveate", {}),
+        )
+    ]
+
+
+def variants() -> list[Method]:
+    """Other settings of ours, tried on the choosing seeds only."""
+    settings: dict[str, dict[str, Any]] = {
+        "every 3, half damped": {"interval": 3, "damping": 0.5},
+        "every 3, own group fresh": {"interval": 3, "local": "fresh"},
+        "every 3, plain, own group fresh": {"interval": 3, "order": 0, "local": "fresh"},
+        "quality 0.9, 8 states": {"quality": 0.9, "states": 8},
+        "quality 0.9, held at most 4 steps": {"quality": 0.9, "max_hold": 4},
+    }
+    return [Method("variant", name, reuse(**how)) for name, how in settings.items()]
+
+
+def by_quality(qualities: tuple[float, ...], family: str = "foveate", **more: Any) -> list[Method]:
+    extra = "".join(f" {key} {value}" for key, value in more.items())
+    return [Method(family, f"quality {quality:g}{extra}", reuse(quality=quality, **more)) for quality in qualities]
+
+
+def cached(config: Callable[[Any], Any]) -> Install:
+    """One of diffusers' caches: `config` is given the pipeline."""
+
+    @contextmanager
+    def install(pipe: Any) -> Iterator[None]:
+        pipe.transformer.enable_cache(config(pipe))
+        yield
+        pipe.transformer.disable_cache()
+
+    return install
+
+
+def first_block(thresholds: tuple[float, ...]) -> list[Method]:
+    from diffusers import FirstBlockCacheConfig
+
+    return [
+        Method("FirstBlockCache", f"threshold {x:g}", cached(lambda _, x=x: FirstBlockCacheConfig(threshold=x)))
+        for x in thresholds
+    ]
+
+
+def taylorseer(intervals: tuple[int, ...]) -> list[Method]:
+    """On the outputs of self-attention, orders 1 and 2, or `lite` on the whole model.
+
+    The modules are named here, as diffusers 0.42.1's own pattern (`^blocks.*attn`, to be matched in full) finds nothing
+    in Wan and so would do nothing. Factors in float32, which is kinder than its bfloat16.
+    """
+    import torch
+    from diffusers import TaylorSeerCacheConfig
+
+    def config(interval: int, **how: Any) -> Install:
+        shared = {"disable_cache_before_step": WARMUP, "taylor_factors_dtype": torch.float32}
+        return cached(lambda _: TaylorSeerCacheConfig(cache_interval=interval, **shared, **how))
+
+    own = ["blocks[.][0-9]+[.]attn1"]
+    variants: dict[str, dict[str, Any]] = {
+        "order 1": {"max_order": 1, "cache_identifiers": own},
+        "order 2": {"max_order": 2, "cache_identifiers": own},
+        "lite": {"use_lite_mode": True},
+    }
+    return [
+        Method("TaylorSeer", f"every {n}, {name}", config(n, **how))
+        for n in intervals
+        for name, how in variants.items()
+    ]
+
+
+def pab(ranges: tuple[int, ...], timesteps: tuple[tuple[int, int], ...]) -> list[Method]:
+    """Pyramid attention broadcast of self-attention, skipped inside a range of timesteps (0 ... 1000).
+
+    As diffusers 0.42.1 ships it, a module has one state for both calls of a step, so that Wan's branch without a prompt
+    gets the other's attention; here it has one a branch, as diffusers' other caches have, or it would not compete.
+    """
+    from diffusers import PyramidAttentionBroadcastConfig
+
+    def install(skip: int, window: tuple[int, int]) -> Install:
+        def config(pipe: Any) -> Any:
+            return PyramidAttentionBroadcastConfig(
+                spatial_attention_block_skip_range=skip, spatial_attention_timestep_skip_range=window,
+                current_timestep_callback=lambda: pipe.current_timestep,
+            )  # fmt: skip
+
+        @contextmanager
+        def entered(pipe: Any) -> Iterator[None]:
+            with cached(config)(pipe):
+                keep_branches_apart(pipe.transformer)
+                yield
+
+        return entered
+
+    return [
+        Method("PAB", f"every {n} in {window[0]}-{window[1]}", install(n, window))
+        for window in timesteps
+        for n in ranges
+    ]  # fmt: skip
+
+
+def keep_branches_apart(transformer: Any) -> None:
+    """Give every PAB hook one state for each `cache_context`."""
+    from diffusers.hooks.hooks import StateManager
+    from diffusers.hooks.pyramid_attention_broadcast import (
+        _PYRAMID_ATTENTION_BROADCAST_HOOK as HOOK,
+    )
+    from diffusers.hooks.pyramid_attention_broadcast import (
+        PyramidAttentionBroadcastHook,
+        PyramidAttentionBroadcastState,
+    )
+
+    class Apart(PyramidAttentionBroadcastHook):
+        manager: Any
+
+        @property
+        def state(self) -> Any:
+            return self.manager.get_state()
+
+        def reset_state(self, module: Any) -> None:
+            self.manager.reset()
+
+    for module in transformer.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        hook = None if registry is None else registry.get_hook(HOOK)
+        if hook is not None:
+            del hook.state
+            hook.__class__ = Apart
+            hook.manager = StateManager(PyramidAttentionBroadcastState)  # pyright: ignore[reportArgumentType]
+
+
+def cache_dit(thresholds: tuple[float, ...], *, steps: int) -> list[Method]:
+    """DBCache, its first block always computed, alone or with its TaylorSeer calibrator; none where not installed."""
+    if importlib.util.find_spec("cache_dit") is None:
+        return []
+    import cache_dit as package  # pyright: ignore[reportMissingImports]
+
+    logging.getLogger("CACHE_DIT").setLevel(logging.WARNING)
+
+    def install(threshold: float, first: int, order: int) -> Install:
+        @contextmanager
+        def entered(pipe: Any) -> Iterator[None]:
+            config = package.DBCacheConfig(
+                Fn_compute_blocks=first, Bn_compute_blocks=0, residual_diff_threshold=threshold,
+                max_warmup_steps=WARMUP, num_inference_steps=steps,
+            )  # fmt: skip
+            calibrator = package.TaylorSeerCalibratorConfig(taylorseer_order=order) if order else None
+            package.enable_cache(pipe, cache_config=config, calibrator_config=calibrator)
+            try:
+                yield
+            finally:
+                package.disable_cache(pipe)
+
+        return entered
+
+    return [
+        Method(
+            "cache-dit", f"F{first} threshold {x:g}" + (f" order {order}" if order else ""), install(x, first, order)
+        )
+        for x in thresholds
+        for first, order in ((1, 0), (1, 1))
+    ]
