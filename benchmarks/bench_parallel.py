@@ -39,7 +39,8 @@ from foveate import Predictor, Selection, VideoGrid, attend, select
 from foveate.attention import choose_backend
 from foveate.costs import for_device
 from foveate.kernels.bits import unpack
-from foveate.parallel.comm import TRAFFIC, Buffers, Shards
+from foveate.parallel.buffers import Buffers
+from foveate.parallel.comm import TRAFFIC, Shards
 from foveate.parallel.headwise import Heads, exchange_qkv, own_heads, return_out
 from foveate.parallel.plan import LayerLoad, Load, Topology, contiguous, imbalance, lay_out, plan_parallel
 from foveate.parallel.policy import Ranks

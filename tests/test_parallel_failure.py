@@ -12,7 +12,8 @@ from worlds import World
 
 from foveate.models.dit import DiTConfig, VideoDiT
 from foveate.parallel import ParallelConfig, parallelize
-from foveate.parallel.comm import GRACE, TIMEOUT
+from foveate.parallel.comm import TIMEOUT
+from foveate.parallel.failure import GRACE
 
 SHORT = 2.0
 

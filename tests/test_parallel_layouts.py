@@ -11,7 +11,8 @@ from worlds import World, Worlds
 from foveate import Predictor, Selection, VideoGrid, attend, select
 from foveate.kernels.bits import pack, unpack
 from foveate.kernels.select import octant_means, project, tile_mass
-from foveate.parallel.comm import TRAFFIC, Buffers, Group, Shards, partition
+from foveate.parallel.buffers import Buffers
+from foveate.parallel.comm import TRAFFIC, Group, Shards, partition
 from foveate.parallel.fetch import Fetch, Place
 from foveate.parallel.headwise import Heads, exchange_qkv, return_out
 from foveate.parallel.lessons import ShardedSight

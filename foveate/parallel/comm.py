@@ -8,14 +8,13 @@ and `Pending.wait` makes the current stream wait, not the host. gloo moves host 
 """
 
 import logging
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,18 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foveate.parallel.failure import CommError, diagnose, watch
+
 log = logging.getLogger("foveate")
 
 TIMEOUT = 90.0  # seconds: with the grace below a lost rank ends the job in less than two minutes
-GRACE = 10.0  # seconds in which ranks that live have to say so
 SPARE = 20.0  # NCCL's own watchdog ends the process this much later, after the names have been logged
 
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in 2.13
-
-
-class CommError(RuntimeError):
-    """A collective did not complete; the message names it, and the ranks that did not answer."""
 
 
 @dataclass
@@ -223,7 +219,7 @@ class Group:
                 done.record()
             send.record_stream(stream)
             receive.record_stream(stream)
-            _watch().add(self, what, done)
+            watch().add(partial(self.diagnose, what), self.timeout, done)
             return Pending(self, what, _Until(done), lambda: _used_here(receive))
         except RuntimeError as error:
             raise CommError(self.diagnose(what, error)) from error
@@ -234,46 +230,8 @@ class Group:
         return self._stream
 
     def diagnose(self, what: str, error: BaseException | str) -> str:
-        """What to tell a person: which collective, and which ranks did not answer. Takes up to GRACE seconds."""
-        me = dist.get_rank()
-        head = f"rank {me}: '{what}' among ranks {list(self.ranks)} ({self.name}) did not complete"
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(_key(me), f"rank {me} waits in '{what}'")
-            others = [rank for rank in self.ranks if rank != me]
-            end = time.monotonic() + min(GRACE, self.timeout)
-            silent = others
-            while silent and time.monotonic() < end:
-                silent = [rank for rank in silent if not store.check([_key(rank)])]
-                time.sleep(0.1)
-            told = [store.get(_key(rank)).decode() for rank in others if rank not in silent]
-            if silent:
-                names = ", ".join(str(rank) for rank in silent)
-                verdict = f"rank {names} did not answer: it died, hangs, or is not in this collective"
-            else:
-                verdict = "all its ranks are alive and wait: they disagree on the collective, or the network fails"
-            store.set(_key(me), f"rank {me} waits in '{what}' and says: {verdict}")
-        except (RuntimeError, ValueError) as lost:
-            verdict, told = f"the job's store does not answer either ({str(lost).splitlines()[0]}): rank 0 died", []
-        lines = [f"{head}. {verdict}.", *told, f"{str(error).splitlines()[0]}"]
-        return "\n  ".join(lines)
-
-
-class HostNumbers:
-    """Integers on their way from the device to the host: `get` waits for them alone, not for work given out later."""
-
-    def __init__(self, numbers: Tensor):
-        self.event, self._numbers = None, numbers
-        if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-    def get(self) -> list:
-        if self.event is not None:
-            self.event.synchronize()
-        return self._numbers.tolist()
+        """What to tell a person about a collective that did not complete. Takes some seconds."""
+        return diagnose(self.ranks, self.name, what, error, self.timeout)
 
 
 @dataclass(frozen=True)
@@ -289,10 +247,6 @@ class _Until:
 def _used_here(x: Tensor) -> Tensor:
     x.record_stream(torch.cuda.current_stream())
     return x
-
-
-def _key(rank: int) -> str:
-    return f"foveate/stuck/{rank}"
 
 
 def partition(groups: Sequence[Sequence[int]], name: str, timeout: float = TIMEOUT) -> Group:
@@ -346,55 +300,6 @@ class Shards:
     def merged(self, count: int) -> "Shards":
         """With every `count` neighbouring ranks taken together."""
         return Shards(self.bounds[::count])
-
-
-class Buffers:
-    """Scratch tensors by name that grow to the largest size asked for. What is in them is anyone's guess."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple, Tensor] = {}
-
-    def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """An uninitialised view of `shape` with the dtype and device of `like`, until the same name is taken again."""
-        key = (name, like.dtype, like.device)
-        count = 1
-        for size in shape:
-            count *= size
-        kept = self._kept.get(key)
-        if kept is None or kept.numel() < count:
-            with torch.inference_mode(False):
-                self._kept[key] = kept = torch.zeros(count, dtype=like.dtype, device=like.device)
-        return kept[:count].view(*shape)
-
-
-class _Watch(threading.Thread):
-    """NCCL's waits do not hold the host: this thread says by name what is overdue, before NCCL ends the process."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True, name="foveate-watch")
-        self._pending: deque[tuple[float, Group, str, Any]] = deque()
-
-    def add(self, group: Group, what: str, done: Any) -> None:
-        self._pending.append((time.monotonic() + group.timeout, group, what, done))
-
-    def run(self) -> None:
-        while True:
-            time.sleep(1.0)
-            while self._pending:
-                due, group, what, done = self._pending[0]
-                if not done.query():
-                    if time.monotonic() > due:
-                        log.critical("%s", group.diagnose(what, f"no answer in {group.timeout:.0f} s"))
-                        self._pending.popleft()
-                    break
-                self._pending.popleft()
-
-
-@cache
-def _watch() -> _Watch:
-    thread = _Watch()
-    thread.start()
-    return thread
 
 
 @cache

@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 
 from foveate.kernels.bits import pack, unpack
 from foveate.kernels.reference import tile_sizes
-from foveate.parallel.comm import Buffers, Group, HostNumbers, Shards
+from foveate.parallel.buffers import Buffers, HostNumbers
+from foveate.parallel.comm import Group, Shards
 
 
 @dataclass(frozen=True)

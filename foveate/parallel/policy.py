@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foveate.attention import Dense, Layer, Policy, attend
-from foveate.parallel.comm import TIMEOUT, Buffers, Group, Shards, partition
+from foveate.parallel.buffers import Buffers
+from foveate.parallel.comm import TIMEOUT, Group, Shards, partition
 from foveate.parallel.headwise import Heads, exchange_qkv, own_heads, return_out
 from foveate.parallel.lessons import ShardedSight
 from foveate.parallel.plan import LayerPlan, ParallelPlan

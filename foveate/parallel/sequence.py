@@ -18,7 +18,8 @@ from torch import Tensor
 from foveate.attention import AttnState, choose_backend, merge
 from foveate.kernels.bits import pack, unpack
 from foveate.kernels.select import forced_tiles, keep, octant_means, project, tile_mass
-from foveate.parallel.comm import Buffers, Group, Shards
+from foveate.parallel.buffers import Buffers
+from foveate.parallel.comm import Group, Shards
 from foveate.parallel.fetch import Fetch, Means, Place, Remote, return_means, spread_means, tiles_of
 from foveate.tiles import OCTANT, TILE
 
