@@ -33,7 +33,7 @@ class Method:
 
 def reuse(**settings: Any) -> Install:
     """`fv.reuse` on the pipeline, removed at the end."""
-    return lambda pipe: fv.reuse(pipe, fv.ReuseConfig(warmup=WARMUP, **settings))
+    return lambda pipe: fv.reuse(pipe, fv.ReuseConfig(**{"warmup": WARMUP, **settings}))
 
 
 def exact() -> list[Method]:
@@ -59,6 +59,7 @@ def variants() -> list[Method]:
         "every 3, half damped": {"interval": 3, "damping": 0.5},
         "every 3, own group fresh": {"interval": 3, "local": "fresh"},
         "every 3, plain, own group fresh": {"interval": 3, "order": 0, "local": "fresh"},
+        "every 3, warm-up 7": {"interval": 3, "warmup": 7},
         "quality 0.9, 8 states": {"quality": 0.9, "states": 8},
         "quality 0.9, held at most 4 steps": {"quality": 0.9, "max_hold": 4},
     }
