@@ -14,6 +14,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 PRELOAD = ["torch", "torch.distributed.fsdp", "foveate", "foveate.models.dit"]
 PRELOAD += [f"diffusers.models.transformers.{name}" for name in ("transformer_wan", "cogvideox_transformer_3d")]
 LIMIT = 60.0  # seconds a task may take
@@ -25,7 +27,8 @@ class World:
     def __init__(self, size: int, timeout: float = LIMIT):
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("forkserver")  # a server that has imported torch once: starting a rank is cheap
+        # A server that has imported torch once makes ranks start fast; but a fork of it could not use a GPU.
+        context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         context.set_forkserver_preload(PRELOAD)
         store = str(Path(self._folder.name) / "store")
         self.pipes, self.processes = [], []
@@ -82,7 +85,6 @@ class Worlds:
 
 
 def serve(rank: int, size: int, store: str, pipe, timeout: float) -> None:
-    import torch
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
