@@ -2,7 +2,8 @@
 
 A table is the JSON that benchmarks/bench_attention.py writes on a card: rows of length, heads, dim, density, periphery
 and milliseconds. Between its points it is interpolated on logarithmic axes; past its ends dense work grows with the
-square of the length and sparse work with the density. A device without a table gets an arithmetic model, logged once.
+square of the length and sparse work with the density; but before the shortest measured length sparse attention gets
+cheaper with the length only, since its many small launches do not shrink. A device without a table gets an arithmetic model, logged once.
 
 Times are in milliseconds for one sequence and all its heads, forward and backward unless told otherwise.
 """
@@ -126,15 +127,19 @@ class Costs:
             (length, interpolate([(d, sum(t) / len(t)) for d, t in sorted(by_density.items())], density, slope=1.0))
             for length, by_density in sorted(found.items())
         ]
-        return interpolate(curve, tokens, slope=2.0) * heads * dim / near
+        below = 2.0 if rows[0]["lists"] == "all" else 1.0
+        return interpolate(curve, tokens, slope=2.0, below=below) * heads * dim / near
 
 
-def interpolate(curve: Curve, x: float, *, slope: float) -> float:
-    """y at x of ascending points (x, y) > 0, straight lines on logarithmic axes; past the ends y grows as x^slope."""
+def interpolate(curve: Curve, x: float, *, slope: float, below: float | None = None) -> float:
+    """y at x of ascending points (x, y) > 0, straight lines on logarithmic axes; past the ends y grows as x^slope.
+
+    below: the power before the first point, if another.
+    """
     xs = [point[0] for point in curve]
     if x <= xs[0] or x >= xs[-1]:
-        end, y = curve[0] if x <= xs[0] else curve[-1]
-        return y * (x / end) ** slope
+        (end, y), power = (curve[0], slope if below is None else below) if x <= xs[0] else (curve[-1], slope)
+        return y * (x / end) ** power
     index = bisect(xs, x)
     (x0, y0), (x1, y1) = curve[index - 1], curve[index]
     share = math.log(x / x0) / math.log(x1 / x0)

@@ -7,6 +7,8 @@ import pytest
 
 from foveate import costs
 
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
 
 def row(kernel: str, length: int, density: float, ms: float, **more) -> dict:
     return {
@@ -88,3 +90,13 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     file.write_text(content)
     with pytest.raises(ValueError, match="is not a cost table"):
         costs.load(file)
+
+
+def test_short_sequences_are_dense_by_the_table_of_a_card() -> None:
+    """Tables begin at 32k tokens; the launches of sparse attention do not shrink with the square of the length."""
+    assets = Path(costs.__file__).parent / "assets"
+    for file in assets.glob(costs.PATTERN):
+        prices = costs.load(file)
+        assert prices.sparse(2048, 12, 128, 0.1) > prices.dense(2048, 12, 128)
+        assert prices.sparse(32768, 12, 128, 0.6) < prices.dense(32768, 12, 128)
+        assert json.loads(file.read_text()) == json.loads((RESULTS / file.name).read_text()), "copy the newer one"
