@@ -135,12 +135,13 @@ def candidates(steps: int, quick: bool) -> list[Method]:
 def every_candidate(steps: int, quick: bool) -> list[Method]:
     if quick:
         return [
-            *methods.fixed((2, 4)), *methods.by_quality((0.9,)), *methods.first_block((0.1, 0.3)),
+            *methods.fixed((2, 4)), *methods.by_quality((0.9,)), *methods.whole((4,), (0.9,)),
+            *methods.first_block((0.1, 0.3)),
             *methods.taylorseer((2,)), *methods.pab((2,), ((100, 900),)), *methods.cache_dit((0.2,), steps=steps),
         ]  # fmt: skip
     return [
         *methods.fixed(methods.INTERVALS), *methods.by_quality((0.97, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)),
-        *methods.variants(),
+        *methods.whole(methods.INTERVALS, (0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7)), *methods.variants(),
         *methods.first_block((0.01, 0.02, 0.03, 0.05, 0.08)), *methods.taylorseer((2, 3, 4, 5)),
         *methods.pab((2, 3, 4), ((100, 800), (0, 950))), *methods.cache_dit((0.02, 0.04, 0.07, 0.12), steps=steps),
     ]  # fmt: skip

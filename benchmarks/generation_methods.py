@@ -71,6 +71,12 @@ def by_quality(qualities: tuple[float, ...], family: str = "foveate", **more: An
     return [Method(family, f"quality {quality:g}{extra}", reuse(quality=quality, **more)) for quality in qualities]
 
 
+def whole(intervals: tuple[int, ...], qualities: tuple[float, ...]) -> list[Method]:
+    """Ours with the model's output held instead of attention states."""
+    spaced = [Method("foveate output", f"every {n}", reuse(interval=n, hold="output")) for n in intervals]
+    return spaced + by_quality(qualities, "foveate output", hold="output")
+
+
 def cached(config: Callable[[Any], Any]) -> Install:
     """One of diffusers' caches: `config` is given the pipeline."""
 

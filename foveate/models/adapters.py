@@ -176,6 +176,11 @@ class Installed:
         return self._context.step
 
     @property
+    def sigma(self) -> float | None:
+        """The noise level that forwards are told now."""
+        return self._context.sigma
+
+    @property
     def shard(self) -> Shard | None:
         """Which part of every sequence this process holds; None for all of it. Set by context parallelism."""
         return self._context.shard

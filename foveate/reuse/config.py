@@ -18,6 +18,9 @@ class ReuseConfig:
     order: 1 extrapolates held states in the noise level from their last two fresh values, 0 leaves them (DiTango's
         rule).
     damping: factor of the extrapolation, a number in 0 ... 1, or None: fitted per layer, part and state at anchors.
+    hold: what is remembered: the states of `attention`, layer by layer, or the `output` of the whole model, which is
+        then not called at all between anchors (reuse/output.py). Of the settings below only `max_hold`, `head` and
+        `backend` matter for `output`.
     groups: into how many groups of keys the sequence is cut; under torchrun groups are runs of ranks.
     states: the most states kept per layer. 1 holds a layer whole; up to `groups` of them let the planner fetch and
         compute some groups and hold others.
@@ -40,6 +43,7 @@ class ReuseConfig:
     warmup: int = 5
     order: Literal[0, 1] = 1
     damping: float | None = None
+    hold: Literal["attention", "output"] = "attention"
     groups: int = 8
     states: int = 1
     local: Literal["held", "fresh"] = "held"
@@ -67,6 +71,10 @@ class ReuseConfig:
             )
         if self.damping is not None and not 0 <= self.damping <= 1:
             raise ValueError(f"damping must lie in 0 ... 1, or be None to be fitted, got {self.damping}")
+        if self.hold not in ("attention", "output"):
+            raise ValueError(f"hold must be attention or output, got {self.hold!r}")
+        if self.hold == "output" and (self.cfg == 2 or self.audit or not self.whole):
+            raise ValueError("hold='output' goes with cfg=1, states=1, local='held' and no audit: it holds no layer")
         for name in ("groups", "states", "max_hold", "rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

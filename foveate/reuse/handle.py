@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from foveate.models import adapters
 from foveate.parallel.policy import Parallel
 from foveate.reuse.branches import SplitBranches
 from foveate.reuse.config import ReuseConfig
+from foveate.reuse.output import HeldOutput
 from foveate.reuse.policy import Place, Reuse
 from foveate.reuse.ranks import Team
 from foveate.reuse.report import ReuseReport
@@ -51,6 +53,7 @@ class ReuseHandle:
         models = [target] if pipe is None else transformers(pipe)
         self.installed: list[adapters.Installed] = []
         self.policies: list[Reuse] = []
+        self.outputs: list[HeldOutput] = []
         self._hooks: list[Any] = []
         self._undo: list[Callable[[], Any]] = []
         try:
@@ -73,8 +76,11 @@ class ReuseHandle:
         elif found is None and dist.is_initialized() and dist.get_world_size() > 1:
             team = Team(installed, self.config)
             self._undo.append(team.remove)
+        layers = self.config
+        if self.config.hold == "output":  # what is computed is computed exactly
+            layers = replace(self.config, hold="attention", quality=1.0, interval=None)
         policy = Reuse(
-            len(installed.layers), self.config, inner=inner, team=team, place=_scheduler(pipe),
+            len(installed.layers), layers, inner=inner, team=team, place=_scheduler(pipe),
             guidance=_guidance(pipe, model),
         )  # fmt: skip
         installed.policy = policy
@@ -84,11 +90,19 @@ class ReuseHandle:
             self._undo.append(SplitBranches(installed, policy.drop_branch).remove)
         tell = _conditions(installed.root, policy)
         self._hooks.append(installed.root.register_forward_pre_hook(tell, with_kwargs=True))
+        if self.config.hold == "output":
+            now, guidance = partial(_now, installed, policy), _guidance(pipe, model)
+            outputs = HeldOutput(
+                installed.root, self.config, now, lambda: policy.conditions, guidance, lambda: policy.request
+            )
+            self.outputs.append(outputs)
+            self._undo.append(outputs.remove)
 
     def report(self) -> ReuseReport:
         """What the newest request did, all transformers of the pipeline in turn. Waits for the device."""
-        steps = [record for policy in self.policies for record in policy.report().steps]
-        return ReuseReport(steps)
+        if self.outputs:
+            return ReuseReport([record for outputs in self.outputs for record in outputs.records])
+        return ReuseReport([record for policy in self.policies for record in policy.report().steps])
 
     @contextmanager
     def during(self, *, step: int, sigma: float, branch: str = "") -> Iterator[None]:
@@ -115,13 +129,13 @@ class ReuseHandle:
 
     def forget(self, name: str | None = None) -> None:
         """Free the states of a request, or of all. The next forward begins a new one."""
-        for policy in self.policies:
-            policy.drop(name)
+        for holder in (*self.policies, *self.outputs):
+            holder.drop(name)
 
     def bytes_held(self) -> int:
         """Bytes of held states on this device now."""
         branches = [b for p in self.policies for request in p.requests.values() for b in request.branches.values()]
-        return sum(branch.bytes() for branch in branches)
+        return sum(branch.bytes() for branch in branches) + sum(outputs.bytes() for outputs in self.outputs)
 
     def remove(self) -> None:
         """Give the model back as it was and free all states. A second call does nothing."""
@@ -137,6 +151,11 @@ class ReuseHandle:
 
     def __exit__(self, *error: Any) -> None:
         self.remove()
+
+
+def _now(installed: adapters.Installed, policy: Reuse) -> tuple[int, float, str]:
+    """Step, noise level and branch of the forward that begins."""
+    return *policy.place(installed.step, installed.sigma), installed.branch
 
 
 def _conditions(model: nn.Module, policy: Reuse) -> Callable:

@@ -104,7 +104,7 @@ class Reuse:
     # Which request, branch and step this is.
 
     def _begin(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> None:
-        step, sigma = self._where(layer)
+        step, sigma = self.place(layer.step, layer.sigma)
         self._step = step
         request = self._find_request(layer, q, k, step, sigma)
         called = request.called.setdefault(step, set())
@@ -136,8 +136,8 @@ class Reuse:
             heads = q.shape[2] if self.config.whole else -(-q.shape[2] // self.team.degrees.head)
         return q.shape[0] * tokens * heads * (q.shape[3] * dtype.itemsize + 4)
 
-    def _where(self, layer: Layer) -> tuple[int, float]:
-        step, sigma = layer.step, layer.sigma
+    def place(self, step: int | None, sigma: float | None) -> tuple[int, float]:
+        """Step and noise level, from the pipeline where a layer was not told."""
         if step is None or sigma is None:
             found = self._place()
             step, sigma = found[0] if step is None else step, found[1] if sigma is None else sigma

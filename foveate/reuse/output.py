@@ -1,0 +1,256 @@
+"""The whole model's output held: between anchors its prediction is extrapolated and the model is not called at all.
+
+What attention states do for a layer, one state a branch does for the model: a Taylor prediction of first order in the
+noise level from the last two computed outputs, damped by a factor fitted at anchors. It costs no attention, no
+feed-forward, no communication, and as many bytes as a latent (after TaylorSeer, arXiv 2503.06923, which predicts from
+step numbers and undamped).
+
+Shapes: those of the model's output, any.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from foveate.reuse.config import ReuseConfig
+from foveate.reuse.plan import error_level
+from foveate.reuse.report import StepRecord
+
+KEEP = 0.5  # what the fit of the damping keeps of its past at each anchor
+log = logging.getLogger("foveate")
+Where = Callable[[], tuple[int, float, str]]  # step, noise level, branch of the forward that begins
+
+
+def lead(sigma: float, last: float, before: float) -> float:
+    """How far to go along the last change: 1 is as far again."""
+    return (sigma - last) / (last - before)
+
+
+def remainder(sigma: float, last: float, before: float, order: int) -> float:
+    """How the error of a held output grows with the noise level, up to a factor (Newton's remainder)."""
+    return abs(sigma - last) * (abs(sigma - before) if order else 1.0)
+
+
+@dataclass
+class Trail:
+    """What is remembered of one branch. `numbers`: on the device, sums of the damping's fit and the newest error."""
+
+    last: Tensor
+    sigma: float
+    step: int
+    before: Tensor | None = None
+    sigma_before: float = 0.0
+    numbers: Tensor = field(default_factory=lambda: torch.zeros(3))
+    grown: float = 0.0  # the remainder at the anchor that measured the newest error, 0 where none has
+
+    def change(self) -> Tensor:
+        assert self.before is not None
+        return self.last.float() - self.before.float()
+
+    def damping(self, config: ReuseConfig) -> Tensor | float:
+        if config.damping is not None:
+            return config.damping
+        along, square = self.numbers[0], self.numbers[1]
+        return torch.where(square > 0, (along / square.clamp(min=1e-30)).clamp(0.0, 1.0), 1.0)
+
+    def predict(self, sigma: float, config: ReuseConfig) -> Tensor:
+        """The output at another noise level, in its dtype."""
+        if config.order == 0 or self.before is None:
+            return self.last
+        ahead = lead(sigma, self.sigma, self.sigma_before) * self.damping(config)
+        return (self.last.float() + ahead * self.change()).to(self.last.dtype)
+
+    def renew(self, out: Tensor, sigma: float, step: int, config: ReuseConfig) -> None:
+        """A computed output: measure what the prediction missed, fit the damping, remember."""
+        if self.before is not None and sigma != self.sigma:
+            missed = (out.float() - self.predict(sigma, config).float()).norm() / out.float().norm().clamp(min=1e-30)
+            move = lead(sigma, self.sigma, self.sigma_before) * self.change()
+            along, square = ((out.float() - self.last.float()) * move).sum(), move.square().sum()
+            scale = square.clamp(min=1e-30)  # every anchor counts alike, whatever the length of its change
+            kept = self.numbers.to(out.device) * KEEP
+            self.numbers = torch.stack([kept[0] + along / scale, kept[1] + square / scale, missed])
+            self.grown = remainder(sigma, self.sigma, self.sigma_before, config.order)
+        if sigma != self.sigma:  # a second value at one level says nothing of the slope
+            self.before, self.sigma_before = self.last, self.sigma
+        self.last, self.sigma, self.step = out, sigma, step
+
+
+@dataclass
+class Run:
+    """One generation. `held`: step -> whether its forwards are held, decided once for all branches."""
+
+    number: int
+    signature: tuple
+    guidance: Any
+    trails: dict[str, Trail] = field(default_factory=dict)
+    seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+    prompts: dict[str, list[Tensor]] = field(default_factory=dict)
+    held: dict[int, bool] = field(default_factory=dict)
+    first: int = 0
+    warm_until: int = 0
+    anchor: int = -1  # the newest step that was computed
+    predicted: float = float("inf")  # error of holding, as the newest decision saw it
+    form: Callable[[Tensor], Any] = lambda x: x  # puts a tensor into the form in which the model returns one
+
+
+class HeldOutput:
+    """In place of a transformer's `forward`, until `remove()`.
+
+    where, conditions, guidance: of the forward that begins. name: of the request that it belongs to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ReuseConfig,
+        where: Where,
+        conditions: Callable[[], list[Tensor]],
+        guidance: Callable[[], Any],
+        name: Callable[[], str],
+    ):
+        self.config, self._model, self._where = config, model, where
+        self._conditions, self._guidance, self._name = conditions, guidance, name
+        self.runs: dict[str, Run] = {}
+        self.records: list[StepRecord] = []
+        self._count = 0
+        self._own = vars(model).get("forward")  # another wrapper's, to be put back
+        self._forward: Any = model.forward
+
+        @functools.wraps(self._forward)  # keeps the signature that others inspect
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._call(*args, **kwargs)
+
+        model.forward = forward
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        step, sigma, branch = self._where()
+        run = self._find(step, sigma, branch, args, kwargs)
+        trail = run.trails.get(branch)
+        if step not in run.held:
+            run.held[step] = self._decide(run, step, sigma)
+            self._warn(run, step)
+        hold = run.held[step] and trail is not None
+        if hold:
+            assert trail is not None
+            result = run.form(trail.predict(sigma, self.config))
+        else:
+            result = self._forward(*args, **kwargs)
+            out, run.form = _tensor(result), _form(result)
+            if trail is None:
+                run.trails[branch] = Trail(out, sigma, step)
+            else:
+                trail.renew(out, sigma, step, self.config)
+            run.anchor = step
+        run.seen[branch], run.prompts[branch] = (step, sigma), self._conditions()
+        self._record(run, step, sigma, branch, hold)
+        return result
+
+    def _find(self, step: int, sigma: float, branch: str, args: tuple, kwargs: Mapping[str, Any]) -> Run:
+        """The generation that this forward continues, or a new one where anything of its key has changed."""
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if any(x.requires_grad for x in tensors) and torch.is_grad_enabled():
+            raise ValueError("state reuse is for generation: run it under torch.no_grad(), or remove() it for training")
+        signature = tuple((x.shape, x.dtype, x.device) for x in tensors[:1])
+        run, guidance = self.runs.get(self._name()), self._guidance()
+        if run is not None and run.signature == signature and _same(run.prompts.get(branch), self._conditions()):
+            newest = run.seen.get(branch)
+            last = max(one for one, _ in run.seen.values())
+            if step >= last and (newest is None or (step > newest[0] and sigma <= newest[1])):
+                if guidance != run.guidance:  # a kink of the trajectory: two anchors, for a slope of its own
+                    run.guidance, run.warm_until = guidance, max(run.warm_until, step + 2)
+                    run.trails.clear()
+                return run
+        self._count += 1
+        run = Run(self._count, signature, guidance, first=step, warm_until=step + self.config.warmup)
+        self.runs[self._name()] = run
+        self.records = []
+        return run
+
+    def _decide(self, run: Run, step: int, sigma: float) -> bool:
+        """Whether all branches are held at this step."""
+        config = self.config
+        usable = all(trail.before is not None or config.order == 0 for trail in run.trails.values())
+        if config.exact or step < run.warm_until or not run.trails or not usable:
+            return False
+        if config.interval is not None:
+            return (step - (run.first + config.warmup - 1)) % config.interval != 0
+        if step - run.anchor >= config.max_hold:
+            return False
+        run.predicted = self._error(run, sigma)
+        return run.predicted <= error_level(config.quality)
+
+    def _warn(self, run: Run, step: int) -> None:
+        if step - run.first == self.config.warmup + self.config.max_hold and not any(run.held.values()):
+            log.warning("reuse: the output was held at none of the first %d steps", len(run.held))
+
+    def _error(self, run: Run, sigma: float) -> float:
+        """Predicted error of holding, relative to the output, of the worst branch; the same on all ranks."""
+        trails = list(run.trails.values())
+        if not all(trail.grown for trail in trails):
+            return float("inf")
+        missed = torch.stack([trail.numbers[2] for trail in trails])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(missed, dist.ReduceOp.MAX)
+        growth = [remainder(sigma, one.sigma, one.sigma_before, self.config.order) / one.grown for one in trails]
+        return max(error * factor for error, factor in zip(missed.tolist(), growth, strict=True))
+
+    def _record(self, run: Run, step: int, sigma: float, branch: str, hold: bool) -> None:
+        trail, one = run.trails[branch], (1, 1, 1)
+        record = StepRecord(
+            run.number, step, branch, sigma, "output held" if hold else "anchor", torch.full(one, not hold),
+            torch.full(one, run.predicted), torch.full((1,), float(not hold)), 0, 0, _bytes(trail),
+            None if hold or not trail.grown else trail.numbers[2].reshape(one),
+        )  # fmt: skip
+        self.records.append(record)
+
+    def bytes(self) -> int:
+        return sum(_bytes(trail) for run in self.runs.values() for trail in run.trails.values())
+
+    def drop(self, name: str | None = None) -> None:
+        """Forget a request, or all."""
+        for one in [name] if name is not None else list(self.runs):
+            self.runs.pop(one, None)
+
+    def remove(self) -> None:
+        """Give the model its forward back. A second call does nothing."""
+        if self._forward is not None:
+            del self._model.forward
+            if self._own is not None:
+                self._model.forward = self._own
+        self._forward = None
+        self.drop()
+
+
+def _bytes(trail: Trail) -> int:
+    return sum(x.numel() * x.element_size() for x in (trail.last, trail.before) if x is not None)
+
+
+def _same(before: list[Tensor] | None, given: list[Tensor]) -> bool:
+    if before is None:
+        return True
+    pairs = zip(before, given, strict=False)
+    return len(before) == len(given) and all(
+        a is b or (a.shape == b.shape and a.device == b.device and torch.equal(a, b)) for a, b in pairs
+    )
+
+
+def _tensor(result: Any) -> Tensor:
+    """The output proper of a tensor, a tuple, or diffusers' output class."""
+    if isinstance(result, Tensor):
+        return result
+    return result[0]
+
+
+def _form(result: Any) -> Callable[[Tensor], Any]:
+    """What puts a tensor into the form in which the model returned one."""
+    if isinstance(result, Tensor):
+        return lambda x: x
+    if isinstance(result, tuple):
+        return lambda x: (x,)
+    return type(result)

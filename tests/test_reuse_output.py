@@ -1,0 +1,155 @@
+"""Reuse of the whole model's output: `ReuseConfig(hold="output")` (CASES 19 to 21, 31, 33, 34)."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foveate import ReuseConfig, reuse
+from foveate.models.dit import DiTConfig, VideoDiT
+from foveate.reuse.output import HeldOutput, Run, Trail
+from foveate.sample import generate, schedule
+
+
+def model() -> VideoDiT:
+    torch.manual_seed(0)
+    made = VideoDiT(DiTConfig(width=64, depth=2, heads=2, classes=3))
+    for parameter in made.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    return made.eval().requires_grad_(False)
+
+
+def noise(size: tuple[int, int, int] = (4, 8, 8), seed: int = 0) -> Tensor:
+    return torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(seed))
+
+
+def make(target: nn.Module, *, label: int = 1, guidance: float = 1.0, steps: int = 14, **start: Any) -> Tensor:
+    condition = torch.tensor([label])
+    return generate(target, noise(**start), steps=steps, condition=condition, guidance=guidance, solver="euler")
+
+
+def held(**settings: Any) -> ReuseConfig:
+    return ReuseConfig(hold="output", **settings)
+
+
+class Counted:
+    """Forwards that really reached a model's blocks."""
+
+    def __init__(self, target: VideoDiT):
+        self.calls = 0
+        target.blocks[0].register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize(("order", "damping"), [(0, None), (1, 1.0), (1, 0.5)])
+def test_held_steps_follow_the_definition_and_call_nothing(order: Any, damping: float | None) -> None:
+    target, label = model(), torch.tensor([1])
+    x, known = noise(), []
+    for step, (now, then) in enumerate(pairwise(schedule(14, 1.0).tolist())):
+        if step < 3 or (step - 2) % 4 == 0:
+            slope = target(x, torch.tensor([now]), label)
+            known = [*known[-1:], (now, slope)]
+        elif order == 0:
+            slope = known[-1][1]
+        else:
+            (first, old), (last, new) = known
+            slope = new + (damping or 0.0) * (now - last) / (last - first) * (new - old)
+        x = x + (then - now) * slope
+    counted = Counted(target)
+    with reuse(target, held(interval=4, warmup=3, order=order, damping=damping)) as handle:
+        torch.testing.assert_close(make(target), x, rtol=1e-4, atol=1e-5)
+        report = handle.report()
+    assert counted.calls == 5
+    assert [record.step for record in report.steps if record.hits == 0] == [0, 1, 2, 6, 10]
+    assert report.computed == pytest.approx(5 / 14)
+    assert 0 < report.bytes_held <= 2 * noise().numel() * 4
+
+
+def test_exact_is_the_plain_model_and_remove_leaves_no_trace() -> None:
+    target = model()
+    plain = make(target)
+    for config in (held(quality=1.0), held(interval=1)):
+        with reuse(target, config):
+            assert torch.equal(make(target), plain)
+    for _ in range(2):
+        handle = reuse(target, held(interval=3))
+        assert not torch.equal(make(target), plain)
+        assert handle.bytes_held() > 0
+        handle.remove()
+        handle.remove()
+        assert "forward" not in vars(target)
+        assert handle.bytes_held() == 0
+        assert torch.equal(make(target), plain)
+
+
+def test_an_output_that_is_linear_in_the_noise_level_is_held_without_error(caplog: pytest.LogCaptureFixture) -> None:
+    target = model()
+    target.forward = lambda x, sigma, condition: torch.ones_like(x) * sigma  # type: ignore[method-assign]
+    plain = make(target, steps=40)
+    with reuse(target, held(quality=0.99)) as handle:
+        torch.testing.assert_close(make(target, steps=40), plain)
+        report = handle.report()
+    assert vars(target)["forward"]  # another wrapper's, put back
+    assert report.hit_rate > 0.7
+    with reuse(target, held(quality=1.0)) as handle:
+        make(target, steps=40)
+    assert sum("was held at none" in record.message for record in caplog.records) == 1
+
+
+def test_the_next_request_is_what_a_fresh_process_gives() -> None:
+    wanted = [{}, {"seed": 5}, {"label": 2}, {"size": (4, 8, 16)}, {"steps": 20}, {"guidance": 3.0}, {}]
+    alone = []
+    for how in wanted:
+        with reuse(target := model(), held(quality=0.8)):
+            alone.append(make(target, **how))
+    with reuse(target := model(), held(quality=0.8)) as handle:
+        for how, expected in zip(wanted, alone, strict=True):
+            assert torch.equal(make(target, **how), expected), how
+            with handle.request("other"):
+                make(target, label=0, steps=6)
+
+
+def test_branches_have_their_own_outputs_and_are_held_together() -> None:
+    target = model()
+    counted = Counted(target)
+    plain = make(target, guidance=3.0)
+    calls = counted.calls
+    with reuse(target, held(interval=2, warmup=3)) as handle:
+        ours = make(target, guidance=3.0)
+        steps = {record.branch: [] for record in handle.report().steps}
+        for record in handle.report().steps:
+            steps[record.branch].append(record.hits)
+    assert (calls, counted.calls - calls) == (28, 16)
+    assert steps["cond"] == steps["uncond"]
+    assert (ours - plain).norm() < 0.05 * plain.norm()
+
+
+def test_decisions_are_monotone_in_quality() -> None:
+    outputs = []
+    for quality in (0.5, 0.7, 0.9, 0.99):
+        one = HeldOutput(model(), held(quality=quality), lambda: (0, 1.0, ""), list, lambda: None, lambda: "")
+        outputs.append(one)
+    for missed in (1e-4, 1e-2, 0.1, 1.0):
+        trail = Trail(noise(), 0.5, 6, noise(), 0.6, torch.tensor([1.0, 1.0, missed]), 0.02)
+        run = Run(1, (), None, trails={"": trail}, warm_until=5, anchor=6)
+        holds = [one._decide(run, 7, 0.4) for one in outputs]
+        assert holds == sorted(holds, reverse=True)
+        assert run.predicted == pytest.approx(missed, rel=1e-6)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    for wrong in ({"states": 2}, {"local": "fresh"}, {"cfg": 2}, {"audit": True}):
+        with pytest.raises(ValueError, match="holds no layer"):
+            held(**wrong)
+    with pytest.raises(ValueError, match="attention or output"):
+        ReuseConfig(hold="everything")  # type: ignore[arg-type]
+    target = model()
+    with reuse(target, held()) as handle, handle.during(step=0, sigma=0.5), pytest.raises(ValueError, match="no_grad"):
+        target(noise().requires_grad_(), torch.tensor([0.5]), torch.tensor([1]))
+    with reuse(target, held()), pytest.raises(ValueError, match="step and noise level"):
+        target(noise(), torch.tensor([0.5]), torch.tensor([1]))
