@@ -17,7 +17,8 @@ class ReuseConfig:
     warmup: first steps of every request and branch, all anchors.
     order: 1 extrapolates held states in the noise level from their last two fresh values, 0 leaves them (DiTango's
         rule).
-    damping: factor of the extrapolation, a number in 0 ... 1, or None: fitted per layer, part and state at anchors.
+    damping: factor of the extrapolation, a number in 0 ... 1, or None: fitted per layer, part and state at anchors; 1
+        where outputs are held.
     hold: what is remembered: the states of `attention`, layer by layer, or the `output` of the whole model, which is
         then not called at all between anchors (reuse/output.py). Of the settings below only `max_hold`, `head` and
         `backend` matter for `output`.

@@ -1,9 +1,8 @@
 """The whole model's output held: between anchors its prediction is extrapolated and the model is not called at all.
 
-What attention states do for a layer, one state a branch does for the model: a Taylor prediction of first order in the
-noise level from the last two computed outputs, damped by a factor fitted at anchors. It costs no attention, no
-feed-forward, no communication, and as many bytes as a latent (after TaylorSeer, arXiv 2503.06923, which predicts from
-step numbers and undamped).
+What attention states do for a layer, one state a branch does for the model: a prediction of first order in the noise
+level from the last two computed outputs. It costs no attention, no feed-forward, no communication, and two latents of
+memory. TaylorSeer (arXiv 2503.06923) predicts so too, at fixed intervals; here the measured error says when to compute.
 
 Shapes: those of the model's output, any.
 """
@@ -19,66 +18,52 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foveate.reuse.config import ReuseConfig
-from foveate.reuse.plan import error_level
 from foveate.reuse.report import StepRecord
 
-KEEP = 0.5  # what the fit of the damping keeps of its past at each anchor
+LEVEL = 0.5  # relative error of the output that quality 0 would allow a held step; quality 1 allows none
+
 log = logging.getLogger("foveate")
 Where = Callable[[], tuple[int, float, str]]  # step, noise level, branch of the forward that begins
 
 
-def lead(sigma: float, last: float, before: float) -> float:
-    """How far to go along the last change: 1 is as far again."""
-    return (sigma - last) / (last - before)
-
-
-def remainder(sigma: float, last: float, before: float, order: int) -> float:
-    """How the error of a held output grows with the noise level, up to a factor (Newton's remainder)."""
-    return abs(sigma - last) * (abs(sigma - before) if order else 1.0)
-
-
 @dataclass
 class Trail:
-    """What is remembered of one branch. `numbers`: on the device, sums of the damping's fit and the newest error."""
+    """What is remembered of one branch. missed: relative error of the newest prediction, on the device.
+
+    grown: the remainder at the anchor that measured it, 0 where none has.
+    """
 
     last: Tensor
     sigma: float
-    step: int
     before: Tensor | None = None
     sigma_before: float = 0.0
-    numbers: Tensor = field(default_factory=lambda: torch.zeros(3))
-    grown: float = 0.0  # the remainder at the anchor that measured the newest error, 0 where none has
-
-    def change(self) -> Tensor:
-        assert self.before is not None
-        return self.last.float() - self.before.float()
-
-    def damping(self, config: ReuseConfig) -> Tensor | float:
-        if config.damping is not None:
-            return config.damping
-        along, square = self.numbers[0], self.numbers[1]
-        return torch.where(square > 0, (along / square.clamp(min=1e-30)).clamp(0.0, 1.0), 1.0)
+    missed: Tensor | None = None
+    grown: float = 0.0
 
     def predict(self, sigma: float, config: ReuseConfig) -> Tensor:
         """The output at another noise level, in its dtype."""
         if config.order == 0 or self.before is None:
             return self.last
-        ahead = lead(sigma, self.sigma, self.sigma_before) * self.damping(config)
-        return (self.last.float() + ahead * self.change()).to(self.last.dtype)
+        ahead = (sigma - self.sigma) / (self.sigma - self.sigma_before)
+        ahead *= 1.0 if config.damping is None else config.damping
+        return (self.last.float() + ahead * (self.last.float() - self.before.float())).to(self.last.dtype)
 
-    def renew(self, out: Tensor, sigma: float, step: int, config: ReuseConfig) -> None:
-        """A computed output: measure what the prediction missed, fit the damping, remember."""
+    def renew(self, out: Tensor, sigma: float, config: ReuseConfig) -> None:
+        """A computed output: measure what its prediction would have missed, and remember it."""
         if self.before is not None and sigma != self.sigma:
-            missed = (out.float() - self.predict(sigma, config).float()).norm() / out.float().norm().clamp(min=1e-30)
-            move = lead(sigma, self.sigma, self.sigma_before) * self.change()
-            along, square = ((out.float() - self.last.float()) * move).sum(), move.square().sum()
-            scale = square.clamp(min=1e-30)  # every anchor counts alike, whatever the length of its change
-            kept = self.numbers.to(out.device) * KEEP
-            self.numbers = torch.stack([kept[0] + along / scale, kept[1] + square / scale, missed])
-            self.grown = remainder(sigma, self.sigma, self.sigma_before, config.order)
+            error = out.float() - self.predict(sigma, config).float()
+            self.missed = error.norm() / out.float().norm().clamp(min=1e-30)
+            self.grown = self.remainder(sigma, config)
         if sigma != self.sigma:  # a second value at one level says nothing of the slope
             self.before, self.sigma_before = self.last, self.sigma
-        self.last, self.sigma, self.step = out, sigma, step
+        self.last, self.sigma = out, sigma
+
+    def remainder(self, sigma: float, config: ReuseConfig) -> float:
+        """How the error of holding grows with the noise level, up to a factor (Newton's remainder)."""
+        return abs(sigma - self.sigma) * (abs(sigma - self.sigma_before) if config.order else 1.0)
+
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.last, self.before) if x is not None)
 
 
 @dataclass
@@ -143,9 +128,9 @@ class HeldOutput:
             result = self._forward(*args, **kwargs)
             out, run.form = _tensor(result), _form(result)
             if trail is None:
-                run.trails[branch] = Trail(out, sigma, step)
+                run.trails[branch] = Trail(out, sigma)
             else:
-                trail.renew(out, sigma, step, self.config)
+                trail.renew(out, sigma, self.config)
             run.anchor = step
         run.seen[branch], run.prompts[branch] = (step, sigma), self._conditions()
         self._record(run, step, sigma, branch, hold)
@@ -183,7 +168,7 @@ class HeldOutput:
         if step - run.anchor >= config.max_hold:
             return False
         run.predicted = self._error(run, sigma)
-        return run.predicted <= error_level(config.quality)
+        return run.predicted <= LEVEL * (1 - config.quality)
 
     def _warn(self, run: Run, step: int) -> None:
         if step - run.first == self.config.warmup + self.config.max_hold and not any(run.held.values()):
@@ -194,23 +179,23 @@ class HeldOutput:
         trails = list(run.trails.values())
         if not all(trail.grown for trail in trails):
             return float("inf")
-        missed = torch.stack([trail.numbers[2] for trail in trails])
+        missed = torch.stack([trail.missed for trail in trails if trail.missed is not None])
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(missed, dist.ReduceOp.MAX)
-        growth = [remainder(sigma, one.sigma, one.sigma_before, self.config.order) / one.grown for one in trails]
+        growth = [trail.remainder(sigma, self.config) / trail.grown for trail in trails]
         return max(error * factor for error, factor in zip(missed.tolist(), growth, strict=True))
 
     def _record(self, run: Run, step: int, sigma: float, branch: str, hold: bool) -> None:
         trail, one = run.trails[branch], (1, 1, 1)
         record = StepRecord(
             run.number, step, branch, sigma, "output held" if hold else "anchor", torch.full(one, not hold),
-            torch.full(one, run.predicted), torch.full((1,), float(not hold)), 0, 0, _bytes(trail),
-            None if hold or not trail.grown else trail.numbers[2].reshape(one),
+            torch.full(one, run.predicted), torch.full((1,), float(not hold)), 0, 0, trail.bytes(),
+            None if hold or trail.missed is None else trail.missed.reshape(one),
         )  # fmt: skip
         self.records.append(record)
 
     def bytes(self) -> int:
-        return sum(_bytes(trail) for run in self.runs.values() for trail in run.trails.values())
+        return sum(trail.bytes() for run in self.runs.values() for trail in run.trails.values())
 
     def drop(self, name: str | None = None) -> None:
         """Forget a request, or all."""
@@ -225,10 +210,6 @@ class HeldOutput:
                 self._model.forward = self._own
         self._forward = None
         self.drop()
-
-
-def _bytes(trail: Trail) -> int:
-    return sum(x.numel() * x.element_size() for x in (trail.last, trail.before) if x is not None)
 
 
 def _same(before: list[Tensor] | None, given: list[Tensor]) -> bool:
