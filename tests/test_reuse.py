@@ -194,8 +194,8 @@ def history(seed: int, shape: tuple[int, int, int] = (6, 4, 5)) -> History:
     made = History.empty(*shape)
     return History(
         last=made.last.nan_to_num(0.0) + 0.5, before=made.before.nan_to_num(0.0) + 0.6, rate=10 ** (4 * rand(*shape)),
-        drift=0.5 + rand(shape[0]), age=(8 * rand(*shape)).floor(), slopes=rand(shape[0]) < 0.7,
-        held=rand(shape[0]) < 0.8,
+        drift=0.5 + rand(shape[0]), age=(8 * rand(*shape)).floor(), spent=0.1 * rand(*shape),
+        slopes=rand(shape[0]) < 0.7, held=rand(shape[0]) < 0.8,
     )  # fmt: skip
 
 
@@ -204,24 +204,46 @@ def history(seed: int, shape: tuple[int, int, int] = (6, 4, 5)) -> History:
 def test_planner_is_monotone_in_quality(seed: int, one: float, other: float) -> None:
     """At fixed measurements whatever a higher quality holds, a lower one holds too; quality 1 holds nothing."""
     known, low, high = history(seed), min(one, other), max(one, other)
-    sparse = plan_step(known, 0.4, plans.error_level(low), 8).fresh
-    exact = plan_step(known, 0.4, plans.error_level(high), 8).fresh
+    sparse = plan_step(known, 0.4, 0.05, plans.level_between(low), 8).fresh
+    exact = plan_step(known, 0.4, 0.05, plans.level_between(high), 8).fresh
     assert bool((sparse <= exact).all())
-    assert bool(plan_step(known, 0.4, plans.error_level(1.0), 8).fresh.all())
+    assert bool(plan_step(known, 0.4, 0.05, plans.level_between(1.0), 8).fresh.all())
 
 
 def test_planner_holds_what_is_predicted_to_be_harmless() -> None:
     known = history(0)
     known = History(**{**vars(known), "drift": torch.ones(6), "age": known.age * 0, "held": torch.ones(6).bool()})
-    errors = plans.predict(known, 0.4).sort(-1).values.cumsum(-1).square().mean((0, 1)).sqrt()
+    errors = (known.spent + 0.5 * plans.predict(known, 0.4)).sort(-1).values.cumsum(-1).square().mean((0, 1)).sqrt()
     for count in range(1, 5):
         level = float(errors[count - 1 : count + 1].mean())
-        fresh = plan_step(known, 0.4, level, 8).fresh
+        fresh = plan_step(known, 0.4, 0.5, level, 8).fresh
         assert bool(((~fresh).sum(-1) == count).all())
     jumped = History(**{**vars(known), "drift": torch.full((6,), 5.0)})
-    assert plan_step(jumped, 0.4, 1e9, 8).reason == "drift"
+    assert plan_step(jumped, 0.4, 0.5, 1e9, 8).reason == "drift"
     old = History(**{**vars(known), "age": known.age + 8})
-    assert bool(plan_step(old, 0.4, 1e9, 8).fresh.all())
+    assert bool(plan_step(old, 0.4, 0.5, 1e9, 8).fresh.all())
+
+
+def test_errors_add_up_between_anchors_and_count_by_what_they_do_to_the_clip() -> None:
+    """Held steps spend until one is fresh; long steps and steps at high noise weigh more; the last is cut at 0."""
+    known, errors = history(0), torch.full((6, 4, 5), 0.25, dtype=torch.float64)
+    nothing, all_fresh = torch.zeros(6, 4, 5, dtype=torch.bool), torch.ones(6, 4, 5, dtype=torch.bool)
+    twice = known.renewed(nothing, 0.4, errors).renewed(nothing, 0.3, errors)
+    torch.testing.assert_close(twice.spent, known.spent + 0.5)
+    assert not twice.renewed(all_fresh, 0.2, errors).spent.any()
+    assert plans.step_weight(0.9, 0.8) > plans.step_weight(0.5, 0.4) > plans.step_weight(0.45, 0.4) > 0
+    assert plans.step_weight(0.07, 0.01) == pytest.approx(0.01)
+    assert plans.step_weight(0.5, 0.5) == plans.step_weight(0.1, 0.0) == 0
+
+
+def test_branches_of_guidance_are_anchored_together() -> None:
+    target = model()
+    with reuse(target, ReuseConfig(quality=0.05, warmup=3, rows=64)) as handle:
+        make(target, guidance=3.0, steps=16)
+        steps = handle.report().steps
+    cond, uncond = ([record for record in steps if record.branch == name] for name in ("cond", "uncond"))
+    assert all(torch.equal(a.fresh, b.fresh) for a, b in zip(cond, uncond, strict=True))
+    assert 0 < sum(record.hits > 0 for record in cond) < 13
 
 
 @given(st.integers(0, 1000), st.integers(0, 60))

@@ -78,9 +78,12 @@ class Branch:
         fitted = config.order == 1 and config.damping is None
         return not config.exact and (config.adaptive or fitted or config.audit)
 
-    def begin(self, step: int, sigma: float, kink: bool, cap: Callable[[], float], state_bytes: int) -> None:
-        """Plan a step. cap: bytes this branch may hold, asked once."""
+    def begin(
+        self, step: int, sigma: float, kink: bool, cap: Callable[[], float], state_bytes: int, other: StepPlan | None
+    ) -> None:
+        """Plan a step. cap: bytes this branch may hold, asked once. other: what a branch planned for this very step."""
         self._take_in()
+        self.weight = plans.step_weight(self.sigma, sigma)
         self.step, self.sigma = step, sigma
         if kink:
             log.info("step %d: guidance changed, slopes begin anew", step)
@@ -90,7 +93,7 @@ class Branch:
             self._plan_memory(cap(), state_bytes)
         history = self.history
         self.predicted = plans.predict(history, sigma)
-        self.plan = self._decide()
+        self.plan = self._decide() if other is None or not self._follows(other) else replace(other, reason="as other")
         ahead = torch.cat([plans.steps_ahead(history, sigma), plans.steps_ahead(self.probe, sigma)], dim=-1)
         mine = slice(*self.layout.mine)
         self.fresh = self.plan.fresh[:, mine].tolist()
@@ -100,7 +103,7 @@ class Branch:
         self.ahead = ahead[:, mine].float().to(self.device, non_blocking=True)
         self.fresh_mask = seen[:, mine].to(self.device, non_blocking=True)
         self._growth = plans.growth(history, sigma), plans.growth(self.probe, sigma)
-        self.history = history.renewed(self.plan.fresh, sigma)
+        self.history = history.renewed(self.plan.fresh, sigma, self.predicted * self.weight)
         self.probe = self.probe.renewed(self.any_fresh, sigma)
         self.sums: list[Tensor | None] = [None] * self.layers
 
@@ -119,6 +122,17 @@ class Branch:
         """How far each row of this process goes along its last change: ahead times damping, float32 (S,)."""
         return (self.ahead[layer, :, state] * self.meters[layer].damping[:, state])[self.part_of_row]
 
+    def _follows(self, other: StepPlan) -> bool:
+        """Whether this branch does what another one planned for this step.
+
+        Guidance multiplies the difference of two branches: what holding does to both alike it leaves as it is, and what
+        it does to one of them it enlarges.
+        """
+        possible = (
+            bool((other.fresh | ~self.history.last.isnan()).all()) and other.fresh.shape == self.history.rate.shape
+        )
+        return self.config.adaptive and self.step - self.start >= self.config.warmup and possible
+
     def _decide(self) -> StepPlan:
         config, step = self.config, self.step
         since = step - self.start
@@ -132,7 +146,8 @@ class Branch:
             if (since - config.warmup + 1) % config.interval == 0:
                 return plans.anchor(self.history, "interval")
             return plans.hold_all(self.history)
-        return plans.plan_step(self.history, self.sigma, plans.error_level(config.quality), config.max_hold)
+        level = plans.level_between(config.quality)
+        return plans.plan_step(self.history, self.sigma, self.weight, level, config.max_hold)
 
     def _plan_memory(self, cap: float, state_bytes: int) -> None:
         config = self.config

@@ -11,12 +11,33 @@ import torch
 from torch import Tensor
 
 ANCHOR_DRIFT = 4.0  # a step whose probes are so many times off what was predicted becomes an anchor
-LEVEL = 0.5  # error level of quality 0
+LEVEL = 0.5  # error level of quality 0, at one step
+LEVEL_BETWEEN = 0.04  # the same between two anchors, see `level_between`
 
 
 def error_level(quality: float) -> float:
-    """The relative error of a layer's output that its held states may cause together at one step: 0 at quality 1."""
+    """The relative error of an output that is held at one step: 0 at quality 1."""
     return LEVEL * (1 - quality)
+
+
+def level_between(quality: float) -> float:
+    """The error that held states may bring into the clip between two anchors: 0 at quality 1.
+
+    In units of a layer's relative error times `step_weight`, added up.
+    """
+    return LEVEL_BETWEEN * (1 - quality)
+
+
+def step_weight(before: float, sigma: float) -> float:
+    """What a relative error of the velocity at this step does to the finished clip, up to a factor; in 0 ... 1.
+
+    Samplers integrate: the error enters x times the step's length, which is taken from the step before (`before` to
+    `sigma`), as the next level is not known, and cannot reach below 0. In x the clip is scaled by 1 - sigma, so what
+    enters is read as a change of the clip 1 / (1 - sigma) times as large, of which later steps mend a part: the root
+    was best on two models (docs/reuse.md).
+    """
+    length = min(abs(before - sigma), abs(sigma))
+    return length / max(1 - sigma + length, length) ** 0.5 if length > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -25,8 +46,9 @@ class History:
 
     last, before: noise levels (L, P, N) of the newest fresh value and the one before, NaN where there is none.
     rate: measured error over `growth` (L, P, N), infinite before it was measured. drift: how many times larger than
-    predicted the probes' errors were at the last step (L,). age: steps since the newest fresh value (L, P, N).
-    slopes: layers (L,) whose states have a slope. held: layers (L,) that have states at all.
+    predicted the probes' errors were at the last step (L,). age: steps since the newest fresh value (L, P, N). spent:
+    predicted errors times `step_weight`, added up since then (L, P, N). slopes: layers (L,) whose states have a slope.
+    held: layers (L,) that have states at all.
     """
 
     last: Tensor
@@ -34,6 +56,7 @@ class History:
     rate: Tensor
     drift: Tensor
     age: Tensor
+    spent: Tensor
     slopes: Tensor
     held: Tensor
 
@@ -45,17 +68,19 @@ class History:
         everywhere = torch.ones(layers, dtype=torch.bool)
         return cls(
             last=nan, before=nan.clone(), rate=infinite, drift=torch.ones(layers, dtype=torch.float64),
-            age=torch.zeros(shape, dtype=torch.float64), slopes=everywhere, held=everywhere.clone(),
+            age=torch.zeros(shape, dtype=torch.float64), spent=torch.zeros(shape, dtype=torch.float64),
+            slopes=everywhere, held=everywhere.clone(),
         )  # fmt: skip
 
-    def renewed(self, fresh: Tensor, sigma: float) -> "History":
-        """After a step at this noise level that computed the states `fresh` (L, P, N)."""
+    def renewed(self, fresh: Tensor, sigma: float, errors: Tensor | float = 0.0) -> "History":
+        """After a step at this noise level that computed the states `fresh`; errors: spent by the others (L, P, N)."""
         moved = fresh & (self.last != sigma)  # a second value at one level says nothing of the slope
         return replace(
             self,
             before=torch.where(moved, self.last, self.before),
             last=torch.where(fresh, sigma, self.last),
             age=torch.where(fresh, 0.0, self.age + 1),
+            spent=torch.where(fresh, 0.0, self.spent + errors),
         )
 
     def kinked(self) -> "History":
@@ -111,7 +136,7 @@ def hold_all(history: History) -> StepPlan:
     return StepPlan(nothing.any(dim=-1, keepdim=True).any(dim=1, keepdim=True) | torch.zeros_like(nothing), "interval")
 
 
-def plan_step(history: History, sigma: float, level: float, max_hold: int) -> StepPlan:
+def plan_step(history: History, sigma: float, weight: float, level: float, max_hold: int) -> StepPlan:
     """Hold everywhere as many states as keep the sum of a layer's predicted errors within `level`, least error first.
 
     The sums' root mean square over layers and parts is what counts, and all of them hold equally many: ranks finish
@@ -121,7 +146,7 @@ def plan_step(history: History, sigma: float, level: float, max_hold: int) -> St
     """
     if float(history.drift.median()) > ANCHOR_DRIFT:
         return anchor(history, "drift")
-    errors = predict(history, sigma)
+    errors = history.spent + predict(history, sigma) * weight
     errors = torch.where((history.age >= max_hold) & history.held[:, None, None], torch.inf, errors)
     ordered, order = errors.sort(dim=-1)
     together = ordered.cumsum(-1)[history.held].square().mean((0, 1)).sqrt()

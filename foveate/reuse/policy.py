@@ -114,7 +114,12 @@ class Reuse:
         if branch is None:
             layout = self._layout(layer, q)
             branch = request.branches[layer.branch] = Branch(self.layers, layout, self.config, step, q.device)
-        branch.begin(step, sigma, kink, lambda: self._cap(request, branch), self._state_bytes(branch.layout, q))
+        # Branches called at one step and noise level are anchored together: the first plans for all.
+        alike = [
+            one for one in request.branches.values() if one is not branch and (one.step, one.sigma) == (step, sigma)
+        ]
+        other = alike[0].plan if alike else None
+        branch.begin(step, sigma, kink, lambda: self._cap(request, branch), self._state_bytes(branch.layout, q), other)
         request.steps[layer.branch], request.prompts[layer.branch] = (step, sigma), self.conditions
         self._branch = branch
         self._record = self._new_record(request, layer, branch, q, k)
