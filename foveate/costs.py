@@ -3,7 +3,8 @@
 A table is the JSON that benchmarks/bench_attention.py writes on a card: rows of length, heads, dim, density, periphery
 and milliseconds. Between its points it is interpolated on logarithmic axes; past its ends dense work grows with the
 square of the length and sparse work with the density; but before the shortest measured length sparse attention gets
-cheaper with the length only, since its many small launches do not shrink. A device without a table gets an arithmetic model, logged once.
+cheaper with the length only, since its many small launches do not shrink. A device without a table gets an arithmetic
+model, logged once.
 
 Times are in milliseconds for one sequence and all its heads, forward and backward unless told otherwise.
 """
