@@ -12,7 +12,7 @@ class ReuseConfig:
 
     quality: in (0, 1], the one knob: 1 is exact (nothing is ever held), lower holds more. The planner turns it into the
         error that held states may add up to between two anchors (`plan.level_between`), or, where outputs are held,
-        into the error of one of them.
+        into the error of one of them (`plan.level_at_a_step`).
     interval: anchors every so many steps and everything held in between, instead of deciding by predicted errors; 1 is
         exact too. For comparisons at equal fresh work; `quality` is not used then.
     warmup: first steps of every request and branch, all anchors.

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foveate.reuse.config import ReuseConfig
+from foveate.reuse.plan import level_at_a_step
 from foveate.reuse.report import StepRecord
-
-LEVEL = 0.5  # relative error of the output that quality 0 would allow a held step; quality 1 allows none
 
 log = logging.getLogger("foveate")
 Where = Callable[[], tuple[int, float, str]]  # step, noise level, branch of the forward that begins
@@ -168,7 +167,7 @@ class HeldOutput:
         if step - run.anchor >= config.max_hold:
             return False
         run.predicted = self._error(run, sigma)
-        return run.predicted <= LEVEL * (1 - config.quality)
+        return run.predicted <= level_at_a_step(config.quality)
 
     def _warn(self, run: Run, step: int) -> None:
         if step - run.first == self.config.warmup + self.config.max_hold and not any(run.held.values()):

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 ANCHOR_DRIFT = 4.0  # a step whose probes are so many times off what was predicted becomes an anchor
-LEVEL = 0.5  # error level of quality 0, at one step
-LEVEL_BETWEEN = 0.04  # the same between two anchors, see `level_between`
+LEVEL_AT_A_STEP = 0.5  # error level of quality 0 for held outputs
+LEVEL_BETWEEN = 0.04  # and for held states of layers, between two anchors
 
 
-def error_level(quality: float) -> float:
-    """The relative error of an output that is held at one step: 0 at quality 1."""
-    return LEVEL * (1 - quality)
+def level_at_a_step(quality: float) -> float:
+    """The relative error that the model's output may have where it is held (output.py): 0 at quality 1."""
+    return LEVEL_AT_A_STEP * (1 - quality)
 
 
 def level_between(quality: float) -> float:
