@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import torch
+from torch import Tensor
+
 from foveate.parallel.comm import Shards
 from foveate.tiles import TILE
 
@@ -91,3 +94,24 @@ def ranks(sizes: Sequence[int], rank: int, groups: int, node: int | None = None)
 def _cuts(things: int, pieces: int) -> list[int]:
     """Bounds that cut things into pieces, as even as they go."""
     return [things * piece // pieces for piece in range(pieces + 1)]
+
+
+def key_counts(layout: Layout, bundles: tuple[Span, ...], local: str) -> Tensor:
+    """Keys of each part's states, and of what it computes at every step besides: (P, N + 1)."""
+    rows = []
+    for part in range(layout.parts):
+        counts = [sum(b - a for a, b in layout.keys(part, bundle, local)) for bundle in bundles]
+        rows.append([*counts, layout.tokens - sum(counts)])
+    return torch.tensor(rows)
+
+
+def remote_tokens(layout: Layout, bundles: tuple[Span, ...]) -> Tensor:
+    """Tokens of other groups that a part fetches for a bundle: (P, N)."""
+    rows = []
+    for part in range(layout.parts):
+        own = layout.group_of[part]
+        counts = []
+        for a, b in bundles:
+            counts.append(sum(layout.group(g)[1] - layout.group(g)[0] for g in range(a, b) if g != own))
+        rows.append(counts)
+    return torch.tensor(rows)

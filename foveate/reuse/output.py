@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from foveate.reuse.config import ReuseConfig
 from foveate.reuse.plan import level_at_a_step
 from foveate.reuse.report import StepRecord
+from foveate.reuse.request import Generation
 
 log = logging.getLogger("foveate")
 Where = Callable[[], tuple[int, float, str]]  # step, noise level, branch of the forward that begins
@@ -66,15 +67,10 @@ class Trail:
 
 
 @dataclass
-class Run:
+class Run(Generation):
     """One generation. `held`: step -> whether its forwards are held, decided once for all branches."""
 
-    number: int
-    signature: tuple
-    guidance: Any
     trails: dict[str, Trail] = field(default_factory=dict)
-    seen: dict[str, tuple[int, float]] = field(default_factory=dict)
-    prompts: dict[str, list[Tensor]] = field(default_factory=dict)
     held: dict[int, bool] = field(default_factory=dict)
     first: int = 0
     warm_until: int = 0
@@ -131,7 +127,7 @@ class HeldOutput:
             else:
                 trail.renew(out, sigma, self.config)
             run.anchor = step
-        run.seen[branch], run.prompts[branch] = (step, sigma), self._conditions()
+        run.seen(branch, step, sigma, self._conditions())
         self._record(run, step, sigma, branch, hold)
         return result
 
@@ -142,14 +138,11 @@ class HeldOutput:
             raise ValueError("state reuse is for generation: run it under torch.no_grad(), or remove() it for training")
         signature = tuple((x.shape, x.dtype, x.device) for x in tensors[:1])
         run, guidance = self.runs.get(self._name()), self._guidance()
-        if run is not None and run.signature == signature and _same(run.prompts.get(branch), self._conditions()):
-            newest = run.seen.get(branch)
-            last = max(one for one, _ in run.seen.values())
-            if step >= last and (newest is None or (step > newest[0] and sigma <= newest[1])):
-                if guidance != run.guidance:  # a kink of the trajectory: two anchors, for a slope of its own
-                    run.guidance, run.warm_until = guidance, max(run.warm_until, step + 2)
-                    run.trails.clear()
-                return run
+        if run is not None and run.continues(signature, branch, step, sigma, self._conditions()):
+            if guidance != run.guidance:  # a kink of the trajectory: two anchors, for a slope of its own
+                run.guidance, run.warm_until = guidance, max(run.warm_until, step + 2)
+                run.trails.clear()
+            return run
         self._count += 1
         run = Run(self._count, signature, guidance, first=step, warm_until=step + self.config.warmup)
         self.runs[self._name()] = run
@@ -209,15 +202,6 @@ class HeldOutput:
                 self._model.forward = self._own
         self._forward = None
         self.drop()
-
-
-def _same(before: list[Tensor] | None, given: list[Tensor]) -> bool:
-    if before is None:
-        return True
-    pairs = zip(before, given, strict=False)
-    return len(before) == len(given) and all(
-        a is b or (a.shape == b.shape and a.device == b.device and torch.equal(a, b)) for a, b in pairs
-    )
 
 
 def _tensor(result: Any) -> Tensor:

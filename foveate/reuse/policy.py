@@ -19,9 +19,11 @@ from foveate.attention import AttnState, Layer, Policy, attend, merge
 from foveate.reuse.branch import Branch
 from foveate.reuse.cache import Span
 from foveate.reuse.config import ReuseConfig
-from foveate.reuse.layout import Layout, one_process
-from foveate.reuse.ranks import Fetched, Team
+from foveate.reuse.keys import Keys, at_rows, joined
+from foveate.reuse.layout import Layout, key_counts, one_process, remote_tokens
+from foveate.reuse.ranks import Team
 from foveate.reuse.report import ReuseReport, StepRecord
+from foveate.reuse.request import Generation
 
 log = logging.getLogger("foveate")
 
@@ -30,15 +32,10 @@ Place = tuple[int | None, float | None]
 
 
 @dataclass
-class Request:
+class Request(Generation):
     """One generation: its branches, and what must not change while it lasts."""
 
-    number: int
-    signature: tuple
     branches: dict[str, Branch] = field(default_factory=dict)
-    steps: dict[str, tuple[int, float]] = field(default_factory=dict)  # branch -> its newest step and noise level
-    prompts: dict[str, list[Tensor]] = field(default_factory=dict)  # branch -> what its forwards are conditioned on
-    guidance: Any = None
     kink: int = -1
     cap: float = 0.0
     called: dict[int, set[str]] = field(default_factory=dict)  # step -> branches that ran
@@ -120,7 +117,7 @@ class Reuse:
         ]
         other = alike[0].plan if alike else None
         branch.begin(step, sigma, kink, lambda: self._cap(request, branch), self._state_bytes(branch.layout, q), other)
-        request.steps[layer.branch], request.prompts[layer.branch] = (step, sigma), self.conditions
+        request.seen(layer.branch, step, sigma, self.conditions)
         self._branch = branch
         self._record = self._new_record(request, layer, branch, q, k)
         self.records.append(self._record)
@@ -157,29 +154,13 @@ class Reuse:
         """The request that this forward continues, or a new one in its place: where anything of its key has changed."""
         signature = (q.shape[0], q.shape[2:], k.shape[2], q.dtype, q.device, layer.grid)
         request = self.requests.get(self.request)
-        newest = None if request is None else request.steps.get(layer.branch)
-        if request is not None and request.signature == signature and self._same_prompt(request, layer.branch):
-            last = max(one for one, _ in request.steps.values())
-            if step >= last and (newest is None or (step > newest[0] and sigma <= newest[1])):
-                return request
+        if request is not None and request.continues(signature, layer.branch, step, sigma, self.conditions):
+            return request
         self.drop(self.request)
         self._count += 1
         self.records = [record for record in self.records if record.request == self._count - 1]
-        request = self.requests[self.request] = Request(self._count, signature, guidance=self._guidance())
+        request = self.requests[self.request] = Request(self._count, signature, self._guidance())
         return request
-
-    def _same_prompt(self, request: Request, branch: str) -> bool:
-        """Whether a branch's conditions are those of its forward before; compared only where the tensors are others."""
-        before, given = request.prompts.get(branch), self.conditions
-        if before is None:
-            return True
-        pairs = zip(before, given, strict=False)
-        same = len(before) == len(given) and all(
-            a is b or (a.shape == b.shape and a.device == b.device and torch.equal(a, b)) for a, b in pairs
-        )
-        if not same and request.steps[branch][0] < self._step:
-            log.info("reuse: another prompt within a request, its states are dropped")
-        return same
 
     def _kinked(self, request: Request, step: int) -> bool:
         """Whether guidance differs from the step before: another scale, or other branches."""
@@ -263,7 +244,7 @@ class Reuse:
         out = merge(*states, *([] if own is None else [own])).out
         return out if team is None else team.to_tokens(out, kv_heads, repeats, layer.grid, where)
 
-    def _bundle(self, branch: Branch, index: int, number: int, q: Tensor, keys: "Keys") -> AttnState:
+    def _bundle(self, branch: Branch, index: int, number: int, q: Tensor, keys: Keys) -> AttnState:
         """A bundle's state of all rows, whether computed now or held."""
         pieces = []
         for (fresh, spans), rows in self._runs(branch, index, number):
@@ -272,7 +253,7 @@ class Reuse:
             else:
                 ahead = branch.coefficient(index, number)[rows[0] : rows[1]]
                 pieces.append(branch.states[index][number].moved(ahead, rows, self.config.clamp))
-        return _joined(pieces)
+        return joined(pieces)
 
     def _runs(self, branch: Branch, index: int, number: int) -> list[tuple[tuple[bool, tuple[Span, ...]], Span]]:
         """Neighbouring parts of this process that do alike: ((fresh, spans of keys), rows from, to)."""
@@ -285,14 +266,14 @@ class Reuse:
         grouped = [(key, list(parts)) for key, parts in groupby(range(len(branch.spans)), key=kind)]
         return [(key, (branch.spans[parts[0]][0], branch.spans[parts[-1]][1])) for key, parts in grouped]
 
-    def _own(self, branch: Branch, q: Tensor, keys: "Keys") -> AttnState:
+    def _own(self, branch: Branch, q: Tensor, keys: Keys) -> AttnState:
         """Every part's attention to its own group's keys."""
         layout, first = branch.layout, branch.layout.mine[0]
         pieces = [
             keys.attend(q[:, a:b], (a, b), (layout.group(layout.group_of[first + local]),))
             for local, (a, b) in enumerate(branch.spans)
         ]
-        return _joined(pieces)
+        return joined(pieces)
 
     def _remember(self, branch: Branch, index: int, states: list[AttnState]) -> None:
         if not branch.stores(index):
@@ -331,7 +312,7 @@ class Reuse:
         queries = q[:, rows.index]
         probing = self.config.adaptive or self.config.audit or own is not None  # else nothing asks for drift
         if own is not None:
-            probe = _at(own, rows.index)
+            probe = at_rows(own, rows.index)
         else:
             probe = self._probe(branch, queries, keys) if probing else AttnState.empty_like(queries)
         if not any_fresh and not self.config.audit:
@@ -347,20 +328,18 @@ class Reuse:
         new = AttnState(out, lse)
         branch.sums[index] = branch.meters[index].observe(new, seen, fresh, branch.ahead[index], again=again)
 
-    def _sampled(
-        self, branch: Branch, number: int, state: AttnState | None, queries: Tensor, keys: "Keys"
-    ) -> AttnState:
+    def _sampled(self, branch: Branch, number: int, state: AttnState | None, queries: Tensor, keys: Keys) -> AttnState:
         """A bundle's state of the sampled rows. With `audit` what is held is computed too."""
         if not self.config.audit:
-            return AttnState.empty_like(queries) if state is None else _at(state, branch.rows.index)
+            return AttnState.empty_like(queries) if state is None else at_rows(state, branch.rows.index)
         layout, first, pieces = branch.layout, branch.layout.mine[0], []
         for local, rows in enumerate(branch.spans):
             spans = layout.keys(first + local, branch.bundles[number], self.config.local)
             pieces.append(keys.attend(queries[:, branch.rows.of(local)], rows, spans))
-        found = _joined(pieces)
+        found = joined(pieces)
         return AttnState(found.out, torch.zeros_like(found.lse)) if self.config.whole else found
 
-    def _probe(self, branch: Branch, queries: Tensor, keys: "Keys") -> AttnState:
+    def _probe(self, branch: Branch, queries: Tensor, keys: Keys) -> AttnState:
         """Sampled rows against their own part's keys, which are here on any rank."""
         layout, first = branch.layout, branch.layout.mine[0]
         spans = [layout.part(first + local) for local in range(branch.rows.parts)]
@@ -368,19 +347,19 @@ class Reuse:
             keys.attend(queries[:, branch.rows.of(local)], branch.spans[local], (span,))
             for local, span in enumerate(spans)
         ]
-        return _joined(pieces)
+        return joined(pieces)
 
     # What is told about it.
 
     def _new_record(self, request: Request, layer: Layer, branch: Branch, q: Tensor, k: Tensor) -> StepRecord:
         plan, layout = branch.plan, branch.layout
         assert plan is not None
-        counts = _key_counts(layout, branch.bundles, self.config.local)
+        counts = key_counts(layout, branch.bundles, self.config.local)
         lengths = torch.tensor([layout.part(part)[1] - layout.part(part)[0] for part in range(layout.parts)])
         own, apart = counts[:, -1], counts[:, :-1]
         pairs = ((plan.fresh * apart).sum(-1) + own) * lengths
         per_token = 2 * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()
-        moved = _remote(layout, branch.bundles)
+        moved = remote_tokens(layout, branch.bundles)
         return StepRecord(
             request.number, branch.step, layer.branch, branch.sigma, plan.reason, plan.fresh, branch.predicted,
             pairs.sum(-1) / layout.tokens**2,
@@ -395,69 +374,6 @@ class Reuse:
         if not any(record.hits for record in self.records if record.request == request.number):
             request.warned = True
             log.warning("reuse: no state was held by step %d (%s)", branch.step, branch.plan and branch.plan.reason)
-
-
-class Keys:
-    """Keys and values that this process has: its own tokens' k, v (B, t, G, D), and those that other ranks send."""
-
-    def __init__(self, layout: Layout, q: Tensor, k: Tensor, v: Tensor, fetched: Fetched | None, backend: str):
-        self._layout, self._k, self._v, self._fetched, self._backend = layout, k, v, fetched, backend
-        # While keys of others are under way a rank attends to its own: once, for whichever state wants them.
-        self._own = attend(q, k, v, backend=backend) if fetched is not None and fetched.own_wanted else None
-
-    def attend(self, q: Tensor, rows: Span, spans: tuple[Span, ...]) -> AttnState:
-        """Attention of rows q (B, r, H, D) over spans of tokens; the empty state over none."""
-        if not spans:
-            return AttnState.empty_like(q)
-        if self._fetched is None:
-            base = self._layout.rows[0]
-            k, v = (_spans(x, spans, base) for x in (self._k, self._v))
-            return attend(q, k, v, backend=self._backend)
-        own, me = self._layout.rows, self._layout.mine[0]
-        found = [self._fetched.keys(span, without=me) for span in spans]
-        states = [attend(q, k, v, backend=self._backend) for k, v in (pair for pair in found if pair is not None)]
-        if any(a <= own[0] < b for a, b in spans):
-            assert self._own is not None
-            states.append(self._own)
-        return merge(*states) if len(states) > 1 else states[0]
-
-
-def _spans(x: Tensor, spans: tuple[Span, ...], base: int) -> Tensor:
-    """Tokens of x (B, t, ...) in spans, of which `base` is the first of x."""
-    cut = [x[:, a - base : b - base] for a, b in spans]
-    return cut[0] if len(cut) == 1 else torch.cat(cut, dim=1)
-
-
-def _at(state: AttnState, rows: Tensor) -> AttnState:
-    return AttnState(state.out.index_select(1, rows), state.lse.index_select(2, rows))
-
-
-def _joined(pieces: list[AttnState]) -> AttnState:
-    """States of neighbouring rows as one."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return AttnState(torch.cat([x.out for x in pieces], dim=1), torch.cat([x.lse for x in pieces], dim=2))
-
-
-def _key_counts(layout: Layout, bundles: tuple[Span, ...], local: str) -> Tensor:
-    """Keys of each part's states, and of what it computes at every step besides: (P, N + 1)."""
-    rows = []
-    for part in range(layout.parts):
-        counts = [sum(b - a for a, b in layout.keys(part, bundle, local)) for bundle in bundles]
-        rows.append([*counts, layout.tokens - sum(counts)])
-    return torch.tensor(rows)
-
-
-def _remote(layout: Layout, bundles: tuple[Span, ...]) -> Tensor:
-    """Tokens of other groups that a part fetches for a bundle: (P, N)."""
-    rows = []
-    for part in range(layout.parts):
-        own = layout.group_of[part]
-        counts = []
-        for a, b in bundles:
-            counts.append(sum(layout.group(g)[1] - layout.group(g)[0] for g in range(a, b) if g != own))
-        rows.append(counts)
-    return torch.tensor(rows)
 
 
 def _free_bytes(device: torch.device) -> float:
