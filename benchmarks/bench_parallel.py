@@ -37,7 +37,7 @@ from torch import Tensor
 
 from foveate import Predictor, Selection, VideoGrid, attend, select
 from foveate.attention import choose_backend
-from foveate.costs import for_device
+from foveate.costs import here
 from foveate.kernels.bits import unpack
 from foveate.parallel.buffers import Buffers
 from foveate.parallel.comm import TRAFFIC, Shards
@@ -137,7 +137,7 @@ def methods(bench: Bench) -> dict[str, tuple[int, str, tuple]]:
     load = layer_load(bench)
     for name, degree in (("head-wise", count), ("sequence-wise", 1), ("hybrid", middle)):
         if degree and heads >= degree:
-            plan = lay_out(load.layers[0], load, topology(bench), for_device(bench.device.type), degree)
+            plan = lay_out(load.layers[0], load, topology(bench), here(bench.device), degree)
             found[f"ours {name}"] = (degree, "tiles", plan.heads)
     return found
 
@@ -246,7 +246,7 @@ def report(bench: Bench, options: argparse.Namespace) -> int:
     rows = {name: measure(bench, method, options.repeats) for name, method in table.items()}
     share, recall = exchange(bench, None)
     share_capped, recall_capped = exchange(bench, FETCH_CAP)
-    count, costs = bench.ranks.count, for_device(bench.device.type)
+    count, costs = bench.ranks.count, here(bench.device)
     prices = bench.budgets.tolist()
     plan = plan_parallel(layer_load(bench), topology(bench), costs).layers[0]
     result: dict[str, Any] = {

@@ -19,6 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("foveate")
 
@@ -177,6 +181,13 @@ def for_device(kind: str, name: str = "") -> Costs:
     machine = MACHINES.get(kind, MACHINES["cuda"])
     log.info("costs: no saved table for %s, an arithmetic model of %s serves", name or kind, kind)
     return Costs(f"arithmetic model of {kind}", machine=machine)
+
+
+def here(device: "torch.device") -> Costs:
+    """Prices on this very device, as `for_device`."""
+    import torch  # a table can be read without it
+
+    return for_device(device.type, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
 
 
 def _named() -> Costs | None:

@@ -176,8 +176,7 @@ class ParallelHandle:
             return
         holder: list[Any] = [None]
         if dist.get_rank() == 0:
-            name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
-            table = self._costs or prices.for_device(self._device.type, name)
+            table = self._costs or prices.here(self._device)
             degree = self.config.head if self.config.plan == "heads" else None
             holder = [plan_parallel(load, self.topology, table, head=degree)]
         dist.broadcast_object_list(holder, src=0, device=self._device if self._device.type == "cuda" else None)

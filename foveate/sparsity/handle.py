@@ -190,8 +190,7 @@ class Handle:
         if self.config.force or not self._tokens:
             return 0.0, 1.0
         if self._costs is None:
-            name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
-            self._costs = prices.for_device(self._device.type, name)
+            self._costs = prices.here(self._device)
         tokens, heads, dim = round(self._tokens), self.installed.heads, self.installed.dim
         passes = ("forward_ms",) if self.config.training_free_steps else prices.PASSES
         density, share = sum(budgets) / len(budgets), sum(pooled) / len(pooled)

@@ -168,8 +168,7 @@ class Trainer:
     def _pays(self) -> bool:
         """Whether sparse attention is the faster one at this length and budget, by the saved cost table."""
         config, model = self.config, self.config.model
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        prices = costs.for_device(self.device.type, name)
+        prices = costs.here(self.device)
         shape = model.grid(config.frames, config.height, config.width).tokens, model.heads, model.head_dim
         sparse = prices.sparse(*shape, config.budget, pooled=float(config.periphery == "pool"))
         dense = prices.dense(*shape)
