@@ -147,23 +147,26 @@ def _attend(
     kv_tile: int,
     scale: float,
     deterministic: bool,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A kernel's forward as one operator: what torch.compile, checkpointing and CUDA graphs see. Contiguous results."""
+    """A kernel's forward as one operator: what torch.compile, checkpointing and CUDA graphs see. Contiguous results.
+
+    wide: a result in float32, not rounded to q's dtype before if the kernel can help it, for merging.
+    """
     module, options = _load(kernel, q, words, kv_tile), _options(words, pooled, query_tile, kv_tile, scale)
     if hasattr(module, "check"):
         checked = {name: value for name, value in options.items() if name != "words"}
         module.check(q, k, v, deterministic=deterministic, **checked)
     with torch.autocast(q.device.type, enabled=False):  # kernels choose their own precisions
-        out, lse = module.forward(q, k, v, **options)
-    return out.contiguous(), lse.contiguous()
+        out, lse = module.forward(q, k, v, **options, **_width(module, wide))
+    return out.to(torch.float32 if wide else q.dtype).contiguous(), lse.contiguous()
 
 
 @_attend.register_fake
-def _(q, k, v, words, pooled, kernel, query_tile, kv_tile, scale, deterministic):
+def _(q, k, v, words, pooled, kernel, query_tile, kv_tile, scale, deterministic, wide=False):
     batch, tokens, heads, _ = q.shape
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
-        (batch, heads, tokens), dtype=torch.float32
-    )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format, dtype=torch.float32 if wide else None)
+    return out, q.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
 @torch.library.custom_op("foveate::attend_backward", mutates_args=())
@@ -181,22 +184,26 @@ def _attend_backward(
     query_tile: int,
     kv_tile: int,
     scale: float,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The one backward, of every kernel: it takes the (out, lse) that the forward returned."""
-    options = _options(words, pooled, query_tile, kv_tile, scale)
+    """The one backward, of every kernel: it takes the (out, lse) that the forward returned. wide: as there."""
+    module, options = _load(kernel, q, words, kv_tile), _options(words, pooled, query_tile, kv_tile, scale)
     with torch.autocast(q.device.type, enabled=False):
-        dq, dk, dv = _load(kernel, q, words, kv_tile).backward(dout, dlse, q, k, v, out, lse, **options)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+        grads = module.backward(dout, dlse, q, k, v, out, lse, **options, **_width(module, wide))
+    dq, dk, dv = (grad.to(torch.float32 if wide else q.dtype).contiguous() for grad in grads)
+    return dq, dk, dv
 
 
 @_attend_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, words, pooled, kernel, query_tile, kv_tile, scale):
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _(dout, dlse, q, k, v, out, lse, words, pooled, kernel, query_tile, kv_tile, scale, wide=False):
+    dtype = torch.float32 if wide else None
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format, dtype=dtype) for x in (q, k, v))
     return dq, dk, dv
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, words, pooled, *ctx.options, _ = inputs
+    q, k, v, words, pooled, *ctx.options, _, wide = inputs
+    assert not wide, "parts are merged, and differentiated, by who asked for them"
     ctx.save_for_backward(q, k, v, *output, words, pooled)
     ctx.set_materialize_grads(False)
 
@@ -205,7 +212,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     q, k, v, out, lse, words, pooled = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     grads = _attend_backward(dout, dlse, q, k, v, out, lse, words, pooled, *ctx.options)
-    return *grads, None, None, None, None, None, None, None
+    return *grads, None, None, None, None, None, None, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_keep)
@@ -217,6 +224,10 @@ def _options(
     if words is None:
         return {"scale": scale}
     return {"words": words, "pooled": pooled, "query_tile": query_tile, "kv_tile": kv_tile, "scale": scale}
+
+
+def _width(module: ModuleType, wide: bool) -> dict[str, torch.dtype]:
+    return {"dtype": torch.float32} if wide and hasattr(module, "RETURNS_FLOAT32") else {}
 
 
 def _tiles(selection: Selection) -> tuple[int, int]:

@@ -239,6 +239,8 @@ def test_the_operator_tells_torch_the_truth() -> None:
     words = Selection.from_dense(torch.ones(1, 2, 2, 2, dtype=torch.bool), grid).words
     for arguments in ((words, torch.tensor([True, False]), "torch"), (None, None, "dense")):
         torch.library.opcheck(torch.ops.foveate.attend.default, (q, k, v, *arguments, 64, 64, 0.2, False))
+        parts = [x.detach().bfloat16() for x in (q, k, v)]  # who merges results also differentiates
+        torch.library.opcheck(torch.ops.foveate.attend.default, (*parts, *arguments, 64, 64, 0.2, False, True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -254,6 +256,8 @@ def test_the_backward_operator_returns_the_dtypes_it_promises(dtype: torch.dtype
             dout, dlse.float(), q, k, v, out, lse, chosen, None, kernel, 64, 64, 0.2
         )
         assert [grad.dtype for grad in grads] == [dtype] * 3
+        wide = torch.ops.foveate.attend_backward(dout, None, q, k, v, out, lse, chosen, None, kernel, 64, 64, 0.2, True)
+        assert [grad.dtype for grad in wide] == [torch.float32] * 3
         assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]
 
 

@@ -35,15 +35,16 @@ POINTERS = {
 }  # fmt: skip
 
 
-def compiled(kernel: str, capability: tuple[int, int], dim: int, *, query_tile=64, dtype="bf16", even=True, pool=False):
-    """The compiled kernel in the configuration that a card of this capability would get."""
-    kind = "keys" if kernel == "means" else kernel
+def compiled(kernel: str, capability: tuple[int, int], dim: int, *, query_tile=64, dtype="bf16", even=True, pool=False,
+             results=None):  # fmt: skip
+    """The compiled kernel in the configuration that a card of this capability would get. results: their dtype."""
+    role = "keys" if kernel == "means" else kernel
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    config = sparse._config(kind, torch_dtype, dim, query_tile, capability, CARDS[capability])
+    config = sparse._config(role, torch_dtype, dim, query_tile, capability, CARDS[capability])
     block, tma = triton.next_power_of_2(dim), sparse._has_tma(capability)
     constants = {
         "DIM": dim, "D": block, "BM": config.m, "BN": config.n, "QUERY_TILE": query_tile, "TILE": 64, "EVEN": even,
-        "POOL": pool, "TMA": tma, "UPCAST": False, **({"REP": 1} if kind == "keys" else {}),
+        "POOL": pool, "TMA": tma, "UPCAST": False, **({"REP": 1} if role == "keys" else {}),
     }  # fmt: skip
     function = KERNELS[kernel]
     signature = {}
@@ -52,8 +53,9 @@ def compiled(kernel: str, capability: tuple[int, int], dim: int, *, query_tile=6
             signature[name] = "constexpr"
         elif name in BY_QUERIES + BY_KEYS:
             rows = config.m if name in BY_QUERIES else config.n
-            pointer = (f"*{dtype}", "i64", "i64", "i64", "i32")
-            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {block}]>" if tma else pointer
+            kind = results or dtype if name in ("OUT", "DQ", "DK", "DV") else dtype
+            pointer = (f"*{kind}", "i64", "i64", "i64", "i32")
+            signature[name] = f"tensordesc<{kind}[1, 1, {rows}, {block}]>" if tma else pointer
         else:
             signature[name] = POINTERS.get(name, "i32")
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
@@ -93,6 +95,16 @@ def test_fits_the_card(kernel, dim, capability):
     """With all options at once: short last tile, pooled periphery."""
     built = compiled(kernel, capability, dim, even=False, pool=True)
     assert built.metadata.shared <= CARDS[capability]
+
+
+@pytest.mark.parametrize("kernel", ["forward", "queries", "keys"])
+@pytest.mark.parametrize("query_tile", [64, 128])
+@pytest.mark.parametrize("capability", CARDS)
+def test_parts_of_a_larger_attention_leave_in_float32(kernel, query_tile, capability, tmp_path):
+    built = compiled(kernel, capability, 128, query_tile=query_tile, results="fp32")
+    assert built.metadata.shared <= CARDS[capability]
+    if capability == (9, 0):
+        assert spilled(built, tmp_path) == 0
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -74,6 +74,21 @@ class TestAttention:
     def test_lengths(self, tokens, query_tile):
         compare(*draw(1, tokens, 1, 1, 32, query_tile=query_tile), query_tile=query_tile)
 
+    def test_results_in_float32_are_the_same_before_rounding(self):
+        q, k, v, mask = draw(1, 200, 2, 1, 32, dtype=torch.float16)
+        words, pooled = bits.pack(mask), torch.tensor([True, False])
+        options = {"query_tile": 64, "kv_tile": 64, "scale": 0.2, "pooled": pooled}
+        out, lse = sparse.forward(q, k, v, words, **options)
+        wide, wide_lse = sparse.forward(q, k, v, words, **options, dtype=torch.float32)
+        assert wide.dtype == torch.float32
+        assert torch.equal(wide.half(), out)
+        assert torch.equal(wide_lse, lse)
+        grads = sparse.backward(out, None, q, k, v, out, lse, words, **options)
+        wide_grads = sparse.backward(out, None, q, k, v, out, lse, words, **options, dtype=torch.float32)
+        for grad, wide_grad in zip(grads, wide_grads, strict=True):
+            assert wide_grad.dtype == torch.float32
+            assert torch.equal(wide_grad.half(), grad)
+
     @pytest.mark.parametrize("tokens", [63, 200])
     def test_pooled_heads_beside_dropped_ones(self, tokens):
         compare(*draw(1, tokens, 2, 2, 32, kept=0.3), pooled=torch.tensor([True, False]))

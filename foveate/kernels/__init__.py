@@ -7,4 +7,7 @@ Every sparse kernel module offers the same two plain functions (see `reference.p
 
 `out` and `lse` handed to `backward` may be those of a *larger* attention that this one is a part of (ring or
 remembered states): probabilities are recomputed as exp(s - lse), so the gradients are right for the merged result.
+
+Results have q's dtype. A module with `RETURNS_FLOAT32` also takes `dtype`, so that parts of 16-bit inputs can be merged
+before they are rounded.
 """

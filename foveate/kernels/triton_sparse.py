@@ -362,6 +362,8 @@ CONSUMER = {
 }
 FLOAT32 = Config(32, 32, 4, 1)
 
+RETURNS_FLOAT32 = True  # `dtype` of forward and backward: see kernels/__init__.py
+
 
 def check(
     q: Tensor,
@@ -399,11 +401,12 @@ def forward(
     kv_tile: int,
     scale: float,
     pooled: Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.forward`: out (B, M, H, D) in q's dtype, lse float32 (B, H, M)."""
-    job = _Job(q, k, words, query_tile, kv_tile, scale, pooled)
+    """As `reference.forward`: out (B, M, H, D) in `dtype`, q's by default, lse float32 (B, H, M)."""
+    job = _Job(q, k, words, query_tile, kv_tile, scale, pooled, dtype)
     config = job.config("forward")
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=job.result, device=q.device)
     lse = torch.empty(job.batch, job.heads, job.tokens, dtype=torch.float32, device=q.device)
     lists, counts = query_lists(words, job.columns)
     mean_k, mean_v = job.means(k, v)
@@ -430,9 +433,13 @@ def backward(
     kv_tile: int,
     scale: float,
     pooled: Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv for outer gradients of (out, lse), which may be those of a larger attention: p = exp(s - lse)."""
-    job = _Job(q, k, words, query_tile, kv_tile, scale, pooled)
+    """dq, dk, dv for outer gradients of (out, lse), which may be those of a larger attention: p = exp(s - lse).
+
+    dtype: of the gradients, q's by default.
+    """
+    job = _Job(q, k, words, query_tile, kv_tile, scale, pooled, dtype)
     stats = row_stats(dout, dlse, out, lse, job.rows * query_tile)
     dout = dout.to(q.dtype)
     mean_k, mean_v = job.means(k, v)
@@ -444,7 +451,7 @@ def backward(
 
 def _run_grad_queries(job: "_Job", q, k, v, mean_k, mean_v, dout, stats, words) -> Tensor:
     config = job.config("queries")
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dq = torch.empty(q.shape, dtype=job.result, device=q.device)
     lists, counts = query_lists(words, job.columns)
     _grad_queries[job.query_grid(config)](
         *job.views((q, config.m), (k, config.n), (v, config.n), (mean_k, config.n), (mean_v, config.n)),
@@ -457,7 +464,7 @@ def _run_grad_queries(job: "_Job", q, k, v, mean_k, mean_v, dout, stats, words) 
 
 def _run_grad_keys(job: "_Job", q, k, v, dout, stats, far, words) -> tuple[Tensor, Tensor]:
     config = job.config("keys")
-    dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    dk, dv = (torch.empty(k.shape, dtype=job.result, device=k.device) for _ in range(2))
     lists, counts = key_lists(words, job.columns)
     wanted = counts if job.repeats == 1 else counts.unflatten(1, (job.groups, job.repeats)).sum(2, dtype=torch.int32)
     _grad_keys[(job.columns * (job.kv_tile // config.n), job.batch * job.groups)](
@@ -488,13 +495,14 @@ def _run_grad_means(job: "_Job", q, mean_k, mean_v, dout, stats, words) -> tuple
 class _Job:
     """Sizes shared by the kernels of one call, and views of its tensors for them."""
 
-    def __init__(self, q: Tensor, k: Tensor, words: Tensor, query_tile: int, kv_tile: int, scale: float, pooled):
+    def __init__(self, q: Tensor, k: Tensor, words: Tensor, query_tile: int, kv_tile: int, scale: float, pooled, dtype):
         self.batch, self.tokens, self.heads, self.dim = q.shape
         self.keys, self.groups = k.shape[1], k.shape[2]
         self.repeats = self.heads // self.groups
         self.rows, self.width = words.shape[2:]
         self.columns = triton.cdiv(self.keys, kv_tile)
-        self.query_tile, self.kv_tile, self.pooled, self.dtype = query_tile, kv_tile, pooled, q.dtype
+        self.query_tile, self.kv_tile, self.pooled = query_tile, kv_tile, pooled
+        self.dtype, self.result = q.dtype, dtype or q.dtype
         self.scale, self.scale2 = scale, scale * LOG2E
         self.even = self.keys % kv_tile == 0
         self.capability, self.memory = ((9, 0), 1 << 20) if INTERPRETED else _card(q.device)

@@ -75,8 +75,7 @@ def ring_forward(
     """out (B, s, H, D) in q's dtype and lse (B, H, s)."""
     state = None
     for owner, keys, values in around(k, v, shards, group, where):
-        out, lse = kernel.forward(q, keys, values, _words_of(words, owner, shards, kernel), None)
-        part = AttnState(out.float(), lse)
+        part = AttnState(*kernel.forward(q, keys, values, _words_of(words, owner, shards, kernel), None))
         state = part if state is None else merge(state, part)
     assert state is not None
     return state.out.to(q.dtype), state.lse
@@ -99,8 +98,8 @@ def ring_backward(
     for step, (owner, keys, values) in enumerate(around(k, v, shards, group, where)):
         here = _words_of(words, owner, shards, kernel)
         dq_part, dk, dv = kernel.backward(dout.contiguous(), q, keys, values, state, here, None)
-        dq = dq_part.float() if dq is None else dq + dq_part.float()
-        total = torch.stack([dk.float(), dv.float()]).movedim(2, 0)
+        dq = dq_part if dq is None else dq + dq_part
+        total = torch.stack([dk, dv]).movedim(2, 0)
         if travelling is not None:
             total = travelling.wait() + total
         # The sums move with the keys they belong to, and one place further, home, after the last.
