@@ -507,6 +507,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--toy", action="store_true", help="a model of toy size")
     parser.add_argument("--query-tile", type=int, default=64, choices=(64, 128))
+    parser.add_argument("--settings", nargs="+", default=[""], help="whole steps of those whose names begin so")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing that would end after so many seconds")
     parser.add_argument("--peers", type=Path, help="a result of bench_attention.py, for flash-attn-4's share")
     options = parser.parse_args()
@@ -537,11 +538,11 @@ def run(bench: Bench) -> None:
     model = Model(shape, shape.layers, device, bench.attention) if options.tokens else None
     for tokens in options.tokens:
         assert model is not None
-        for mode in options.checkpoint:
-            bench.steps(model, DENSE, tokens, mode, 2)
-            for setting, times in ((DSV[0], 2), (UNIFORM[0], 2), (STAGE1, 1), (DSV[1], 1), (UNIFORM[1], 1)):
-                bench.steps(model, setting, tokens, mode, times, measure=setting is DSV[0])
         bench.parts(tokens)
+        for mode in options.checkpoint:
+            for setting, times in ((DENSE, 2), (DSV[0], 2), (UNIFORM[0], 2), (STAGE1, 1), (DSV[1], 1), (UNIFORM[1], 1)):
+                if setting.name.startswith(tuple(options.settings)):
+                    bench.steps(model, setting, tokens, mode, times, measure=setting is DSV[0])
     del model
     free(device)
     for tokens in options.layerwise:

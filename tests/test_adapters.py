@@ -467,10 +467,26 @@ def test_grouped_key_heads_pass_through() -> None:
     context = Context(lambda layer, q, k, v: attend(q, k, v).out, text_first=True)
     context.enter(VideoGrid(2, 3, 5, text=4), torch.device("cpu"))
     q, k, v = rand(2, 34, 4, 32), rand(2, 34, 2, 32), rand(2, 34, 2, 32)
-    out = Processor(context, 0, "a").attend(q, k, v)
+    out = Processor(context, 0, "a").attend(q, k, v, [nn.Identity()]).unflatten(2, (4, 32))
     wide = [x.transpose(1, 2).repeat_interleave(n, 1) for x, n in ((q, 1), (k, 2), (v, 2))]
     expected = nn.functional.scaled_dot_product_attention(*wide).transpose(1, 2)
     torch.testing.assert_close(out, expected)
+
+
+def test_the_projection_keeps_no_copy_of_what_attention_keeps() -> None:
+    model, inputs = make("wan", (2, 3, 5))
+    made, kept = [], []
+
+    def policy(layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        made.append(attend(q, k, v).out)
+        return made[-1]
+
+    adapters.install(model, policy)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
+        model(**inputs)
+    assert made
+    for out in made:
+        assert kept.count(out.data_ptr()) == 2  # attention's own, and the projection's: the same memory
 
 
 def test_the_row_in_the_documentation_works(monkeypatch: pytest.MonkeyPatch) -> None:

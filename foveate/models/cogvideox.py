@@ -37,8 +37,7 @@ class CogVideoXProcessor(Processor):
         k = k if attn.norm_k is None else attn.norm_k(k)
         if image_rotary_emb is not None:
             q, k = rotate_video(q, text, image_rotary_emb), rotate_video(k, text, image_rotary_emb)
-        out = self.attend(q, k, v).flatten(2)
-        out = attn.to_out[1](attn.to_out[0](out))
+        out = self.attend(q, k, v, attn.to_out)
         return out[:, text:], out[:, :text]
 
 

@@ -29,8 +29,7 @@ class LTXProcessor(Processor):
         if image_rotary_emb is not None:
             q, k = (rotate_pairs(x.float(), *image_rotary_emb).to(x.dtype) for x in (q, k))
         q, k, v = (x.unflatten(2, (-1, attn.head_dim)) for x in (q, k, v))
-        out = self.attend(q, k, v).flatten(2)
-        return attn.to_out[1](attn.to_out[0](out))
+        return self.attend(q, k, v, attn.to_out)
 
 
 def ltx_grid(config: Any, inputs: dict[str, Any]) -> VideoGrid:

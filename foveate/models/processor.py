@@ -1,12 +1,12 @@
 """What all attention processors share: which forward is running, tile order there and back, the call of the policy.
 
 A processor stands where diffusers has its own: it projects, normalises and rotates as the model does, hands q, k, v to
-`Processor.attend`, and projects the result. Nothing here is a module or a buffer, so state_dict never sees it.
+`Processor.attend`. Nothing here is a module or a buffer, so state_dict never sees it.
 
 Shapes: B batch, S tokens (video and joint text), H heads, G key/value heads (G divides H), D head dim.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -87,9 +87,19 @@ class Processor:
     def __init__(self, context: Context, index: int, name: str):
         self.context, self.foveate_layer, self.name = context, index, name
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """q (B, S, H, D), k and v (B, S, G, D) in the model's token order -> out (B, S, H, D), same order, q's dtype.
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        to_out: Sequence[Callable[[Tensor], Tensor]],
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """q (B, S, H, D), k and v (B, S, G, D) in the model's token order -> (B, S, width), same order, q's dtype.
 
+        to_out: the model's projection of (B, S, H * D), and what follows it. Tokens go back into the model's order
+        between the two: that way the projection keeps for its backward the very output that attention keeps, where a
+        reordered copy would be one activation more.
         rotary: tables (1, S, 1, D) of cosines and sines, each angle written twice, by which q and k are still to be
         rotated (`rotate_pairs`); on a card that takes one pass over each, with their reordering.
         q and k take the dtype of v, as torch's own attention does under autocast, where norms return float32. The
@@ -111,7 +121,11 @@ class Processor:
         layer = Layer(self.foveate_layer, name, call.grid, call.step, call.branch, call.sigma)
         with torch.autocast(q.device.type, enabled=False):
             out = self.context.policy(layer, q, k, v)
-        return _reorder(out, call.to_model, call.to_tiles).to(dtype)
+        project, *rest = to_out
+        out = _reorder(project(out.to(dtype).flatten(2)), call.to_model, call.to_tiles)
+        for follow in rest:
+            out = follow(out)
+        return out
 
     def refuse(self, **inputs: Any) -> None:
         """A ValueError where the model asks for what no policy would honour, a mask for example."""

@@ -31,8 +31,7 @@ class WanProcessor(Processor):
             q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         dim = q.shape[-1] // attn.heads
         q, k, v = (x.unflatten(2, (-1, dim)) for x in (attn.norm_q(q), attn.norm_k(k), v))
-        out = self.attend(q, k, v, rotary_emb).flatten(2)
-        return attn.to_out[1](attn.to_out[0](out))
+        return self.attend(q, k, v, attn.to_out, rotary_emb)
 
 
 def wan_grid(config: Any, inputs: dict[str, Any]) -> VideoGrid:
