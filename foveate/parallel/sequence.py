@@ -44,21 +44,34 @@ class Kernel:
     def widen(self, x: Tensor) -> Tensor:
         return x if x.is_cuda else x.float()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, pooled: Tensor | None) -> Pair:
-        """out (B, s, H, D), float32, and lse (B, H, s) over the tiles of `words` (B, H, R, W), None for all."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, pooled: Tensor | None, whole: bool = False
+    ) -> Pair:
+        """out (B, s, H, D), float32, and lse (B, H, s) over the tiles of `words` (B, H, R, W), None for all.
+
+        whole: nothing will be merged, so out need not be float32.
+        """
         q, k, v = (self.widen(x) for x in (q, k, v))
         tiles = self.query_tile, self.kv_tile
-        options = self.backend, *tiles, self.scale, self.deterministic, True
+        options = self.backend, *tiles, self.scale, self.deterministic, not whole
         return torch.ops.foveate.attend(q, k, v, words, pooled, *options)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Pair, words: Tensor | None, pooled: Tensor | None
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Pair,
+        words: Tensor | None,
+        pooled: Tensor | None,
+        whole: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of this part, float32. state: the merged out and lse."""
+        """dq, dk, dv of this part, float32, if not the whole. state: the merged out and lse."""
         dout, q, k, v, out = (self.widen(x) for x in (dout, q, k, v, state[0]))
         tiles = self.query_tile, self.kv_tile
         return torch.ops.foveate.attend_backward(
-            dout, None, q, k, v, out, state[1], words, pooled, self.backend, *tiles, self.scale, True
+            dout, None, q, k, v, out, state[1], words, pooled, self.backend, *tiles, self.scale, not whole
         )
 
 
@@ -119,7 +132,7 @@ def sequence_forward(q: Tensor, k: Tensor, v: Tensor, words: Tensor, job: Job):
     mine, others = place.split(unpack(words, place.tiles))
     local = pack(mine)
     if job.group.size == 1:
-        out, lse = kernel.forward(q, k, v, local, job.pooled)
+        out, lse = kernel.forward(q, k, v, local, job.pooled, whole=True)
         return (out.to(q.dtype), lse), local, None, None
     fetch = Fetch(unpack(words, place.tiles), k.shape[2], place, job.group, job.where)
     means = None if job.pooled is None else Means(k, v, place, job.group, job.where)
@@ -144,7 +157,7 @@ def sequence_backward(dout: Tensor, q, k, v, state: Pair, local: Tensor, fetch: 
     kernel, place = job.kernel, job.place
     dout = dout.contiguous()
     if fetch is None:
-        grads = kernel.backward(dout, q, k, v, state, local, job.pooled)
+        grads = kernel.backward(dout, q, k, v, state, local, job.pooled, whole=True)
         return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
     far, words_far = remote
     k_far, v_far = far.expand(kernel.widen(k), job.buffers)
