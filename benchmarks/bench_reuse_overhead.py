@@ -1,12 +1,12 @@
 """What state reuse costs besides attention: planner and cache, as a share of a denoising step, at Wan's shapes.
 
-    python benchmarks/bench_reuse_overhead.py [--out DIR] [--grid 21 45 80] [--layers 2]
+    python benchmarks/bench_reuse_overhead.py [--out DIR] [--grid 21 45 80] [--layers 4]
 
-Wan 2.1's self-attention at 720p x 81 frames (21 x 45 x 80 = 75,600 tokens; 1.3B: 30 layers of 12 heads x 128, 14B: 40
-layers of 40), random q, k, v, timing only. A step counts as its attention alone, which is less than a step, so the true
-share is smaller. Timed apart, on a stack of `--layers` layers: anchors through the policy against plain attention (what
-is measured and remembered there), held steps (all they cost), and the host's planning. The overhead of a mean step
-follows for an anchor every third step.
+diffusers' Wan 2.1 with random weights, `--layers` of its blocks (1.3B: 30 of 12 heads x 128, 14B: 40 of 40), at
+720p x 81 frames (21 x 45 x 80 = 75,600 tokens), one branch, timing only. An anchor is compared with an exact step, a
+held step with one whose self-attention is not there at all: what is left is what reuse costs, on the device and, where
+the device waits for it, on the host. Planning is timed apart, for the whole model. The overhead of a mean step follows
+for an anchor every third step.
 
 A correctness gate comes first: exact mode is bit by bit plain attention, and a held step follows the definition of the
 extrapolation. Exits with 1 where the overhead is above 2 % of a step on CUDA.
@@ -19,16 +19,27 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from foveate import ReuseConfig, VideoGrid, attend
-from foveate.attention import Layer
+from foveate import ReuseConfig, VideoGrid, attend, reuse
+from foveate.attention import Dense, Layer, Policy
+from foveate.models import adapters
 from foveate.reuse.policy import Reuse
 
 BAR = 0.02
-SHAPES = {"Wan-1.3B": (30, 12), "Wan-14B": (40, 40)}  # layers, heads
+
+
+class Shape(NamedTuple):
+    layers: int
+    heads: int
+    ffn: int
+
+
+SHAPES = {"Wan-1.3B": Shape(30, 12, 8960), "Wan-14B": Shape(40, 40, 13824)}
 DIM, INTERVAL, GIB = 128, 3, 2**30
 
 
@@ -101,62 +112,99 @@ def host_seconds(layers: int, repeats: int = 5) -> float:
     return statistics.median(found)
 
 
-def measure(name: str, tokens: VideoGrid, stack: int, device: str, dtype: torch.dtype, repeats: int) -> dict:
-    layers, heads = SHAPES[name]
-    drift, cuda = Drift(tokens.tokens, heads, device, dtype), device == "cuda"
-    qkv = drift.at(1.0)
-    result: dict = {"layers": layers, "heads": heads, "tokens": tokens.tokens, "stack": stack}
-    with torch.no_grad():
-        attend(*qkv)  # compiled, tuned and warm
-        plain = seconds(lambda: [attend(*qkv).out for _ in range(stack)], repeats, cuda) / stack
-        for label, config in (
-            ("interval", ReuseConfig(interval=INTERVAL, warmup=3, memory_gib=1e6)),
-            ("quality", ReuseConfig(quality=1e-9, warmup=3, memory_gib=1e6, max_hold=10**6)),
-        ):
-            policy = Reuse(stack, config)
-            counter = iter(range(10**6))
+def wan(name: str, layers: int, device: str, dtype: torch.dtype) -> WanTransformer3DModel:
+    """Blocks of that model, random weights."""
+    with torch.device(device):
+        model = WanTransformer3DModel(
+            num_attention_heads=SHAPES[name].heads, attention_head_dim=DIM, ffn_dim=SHAPES[name].ffn, num_layers=layers
+        )
+    for part in (
+        model.patch_embedding,
+        model.condition_embedder,
+        model.blocks,
+        model.proj_out,
+    ):  # not rope
+        part.to(dtype)
+    return model.eval()
 
-            def one(policy: Reuse = policy, counter: object = counter) -> None:
-                index = next(counter)  # type: ignore[call-overload]
-                step(policy, tokens, index, 1 - index / 1000, qkv)
 
-            warm = [seconds(one, 1, cuda) for _ in range(3)]  # noqa: F841 - the last of them remembers everything
+def without_attention(layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return v
+
+
+class Steps:
+    """Forwards of one model, timed, at noise levels that fall."""
+
+    def __init__(self, model: WanTransformer3DModel, grid: VideoGrid, device: str, dtype: torch.dtype):
+        self.model, self.cuda, self.grid = model, device == "cuda", grid
+        latent = torch.randn(1, 16, grid.frames, 2 * grid.height, 2 * grid.width, device=device, dtype=dtype)
+        text = torch.randn(1, 512, 4096, device=device, dtype=dtype)
+        self._inputs = {"hidden_states": latent, "encoder_hidden_states": text, "return_dict": False}
+        self._time = torch.ones(1, device=device, dtype=torch.int64)
+
+    def forward(self, index: int = 0) -> None:
+        self.model(**self._inputs, timestep=1000 * self._time - index)
+
+    def plain(self, policy: Policy, repeats: int) -> float:
+        """Seconds of a step by a policy that remembers nothing."""
+        installed = adapters.install(self.model, policy)
+        try:
+            self.forward()
+            return seconds(self.forward, repeats, self.cuda)
+        finally:
+            installed.remove()
+
+    def reused(self, config: ReuseConfig, repeats: int) -> tuple[float, float, float]:
+        """Seconds of an anchor and of a held step, and GiB held a layer."""
+        handle = reuse(self.model, config)
+        bend = iter(range(10**6))
+        try:
             anchors, held = [], []
-            for _ in range(INTERVAL * repeats):
-                took = seconds(one, 1, cuda) / stack
-                record = policy.records[-1]
-                (anchors if bool(record.fresh.all()) else held).append(took)
-            branch = policy.requests[""].branches["cond"]
-            anchor = statistics.median(anchors) if anchors else seconds_of_anchor(policy, tokens, qkv, cuda) / stack
-            mean_held = statistics.median(held)
+            for index in range(4 + INTERVAL * repeats):
+                if config.interval is None and len(held) >= repeats:
+                    handle.policies[0]._guidance = lambda: next(bend)  # guidance bends: an anchor by order
+                with handle.during(step=index, sigma=1 - index / 1000, branch="cond"):
+                    took = seconds(lambda index=index: self.forward(index), 1, self.cuda)
+                if index >= 3:  # everything is compiled, and remembered
+                    (anchors if bool(handle.policies[0].records[-1].fresh.all()) else held).append(took)
+            branch = handle.policies[0].requests[""].branches["cond"]
+            gib = branch.bytes() / handle.policies[0].layers / GIB
+        finally:
+            handle.remove()
+        return statistics.median(anchors), statistics.median(held), gib
+
+
+def measure(name: str, grid: VideoGrid, stack: int, device: str, dtype: torch.dtype, repeats: int) -> dict:
+    layers, heads = SHAPES[name].layers, SHAPES[name].heads
+    steps = Steps(wan(name, stack, device, dtype), grid, device, dtype)
+    result: dict = {"layers": layers, "heads": heads, "tokens": grid.tokens, "stack": stack}
+    with torch.no_grad():
+        exact = steps.plain(Dense(), repeats)
+        bare = steps.plain(without_attention, repeats)
+        for label, config in (
+            ("interval", ReuseConfig(hold="attention", interval=INTERVAL, warmup=3, memory_gib=1e6)),
+            ("quality", ReuseConfig(hold="attention", quality=1e-9, warmup=3, memory_gib=1e6, max_hold=10**6)),
+        ):
+            anchor, held, gib = steps.reused(config, repeats)
+            more = max(anchor - exact, 0.0) + (INTERVAL - 1) * max(held - bare, 0.0)
             result[label] = {
-                "anchor_ms": 1e3 * anchor, "held_ms": 1e3 * mean_held,
-                "overhead": (max(anchor - plain, 0.0) + (INTERVAL - 1) * mean_held) / INTERVAL / plain,
-                "held_gib_per_layer": branch.bytes() / stack / GIB,
+                "anchor_ms": 1e3 * anchor / stack, "held_ms": 1e3 * held / stack,
+                "overhead": more / INTERVAL / exact, "held_gib_per_layer": gib,
             }  # fmt: skip
-            del policy, branch
-    result["plain_ms"] = 1e3 * plain
+    result |= {"exact_ms": 1e3 * exact / stack, "without_attention_ms": 1e3 * bare / stack}
     result["plan_ms"] = 1e3 * host_seconds(layers)
-    result["plan_share"] = result["plan_ms"] / (layers * result["plain_ms"])
-    state = tokens.tokens * heads * (DIM * 2 + 4) / GIB
+    result["plan_share"] = result["plan_ms"] / (layers * result["exact_ms"])
+    state = grid.tokens * heads * (DIM * 2 + 4) / GIB
     result["whole_model_gib"] = {ranks: 2 * layers * state / ranks for ranks in (1, 4, 8)}
     result["share_of_layers_held_in_32_gib"] = {ranks: min(1.0, 32 / (layers * state / ranks)) for ranks in (1, 4, 8)}
     return result
-
-
-def seconds_of_anchor(policy: Reuse, grid: VideoGrid, qkv: tuple[Tensor, Tensor, Tensor], cuda: bool) -> float:
-    """An anchor of a policy that has made none: the guidance bends."""
-    request = policy.requests[""]
-    index, sigma = request.steps["cond"]
-    policy._guidance = lambda: "other"
-    return seconds(lambda: step(policy, grid, index + 1, sigma - 1e-3, qkv), 1, cuda)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the JSON result")
     parser.add_argument("--grid", type=int, nargs=3, default=(21, 45, 80), help="latent tokens: frames, height, width")
-    parser.add_argument("--layers", type=int, default=2, help="layers of the timed stack")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the timed stack")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     options = parser.parse_args()
@@ -174,8 +222,9 @@ def main() -> int:
         for label in ("interval", "quality"):
             part = found[label]
             print(
-                f"{name}, {label}: attention {found['plain_ms']:.2f} ms a layer, anchor {part['anchor_ms']:.2f}, "
-                f"held {part['held_ms']:.3f}, overhead {part['overhead']:.2%} of attention a step"
+                f"{name}, {label}: a layer {found['exact_ms']:.2f} ms, anchor {part['anchor_ms']:.2f}; without "
+                f"attention {found['without_attention_ms']:.2f}, held {part['held_ms']:.2f}; overhead "
+                f"{part['overhead']:.2%} of a step"
             )
         print(f"{name}: planning {found['plan_ms']:.2f} ms a step, {found['plan_share']:.2%} of it")
     worst = max(

@@ -87,7 +87,7 @@ def test_exact_is_the_plain_model_and_remove_leaves_no_trace() -> None:
         assert torch.equal(make(target), plain)
 
 
-def test_an_output_that_is_linear_in_the_noise_level_is_held_without_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_output_that_is_linear_in_the_noise_level_is_held_without_error() -> None:
     target = model()
     target.forward = lambda x, sigma, condition: torch.ones_like(x) * sigma  # type: ignore[method-assign]
     plain = make(target, steps=40)
@@ -96,9 +96,16 @@ def test_an_output_that_is_linear_in_the_noise_level_is_held_without_error(caplo
         report = handle.report()
     assert vars(target)["forward"]  # another wrapper's, put back
     assert report.hit_rate > 0.7
-    with reuse(target, held(quality=1.0)) as handle:
-        make(target, steps=40)
-    assert sum("was held at none" in record.message for record in caplog.records) == 1
+
+
+def test_no_hits_are_told_once_where_hits_are_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    target = model()
+    target.forward = lambda x, sigma, condition: torch.randn_like(x)  # type: ignore[method-assign]
+    for quality, times in ((1.0, 0), (0.99, 1)):
+        caplog.clear()
+        with reuse(target, held(quality=quality)):
+            make(target, steps=40)
+        assert sum("was held at none" in record.message for record in caplog.records) == times
 
 
 def test_the_next_request_is_what_a_fresh_process_gives() -> None:

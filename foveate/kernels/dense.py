@@ -27,7 +27,7 @@ def backward(
     if dlse is not None:
         dout, q, k, v, out = with_lse_gradient(dout, dlse, q, k, v, out)
     qh, kh, vh = _by_head(q, k, v)
-    douth, outh = dout.transpose(1, 2).contiguous(), out.transpose(1, 2).contiguous()
+    douth, outh = (_for_kernel(x.transpose(1, 2)) for x in (dout, out))
     dq, dk, dv = _kernel(q)[1](douth, qh, kh, vh, outh, lse.contiguous(), scale)
     dq, dk, dv = (x.transpose(1, 2)[..., :dim] for x in (dq, dk, dv))
     if groups != q.shape[2]:
@@ -57,10 +57,16 @@ def row_kernels(device: torch.device):
 
 
 def _by_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """(B, S, H, D) -> contiguous (B, H, S, D): torch's CPU kernel is several times slower on strided inputs."""
+    """(B, S, H, D) -> (B, H, S, D): contiguous for torch's CPU kernel, several times slower on strided inputs."""
     repeats = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
-    return [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    return [_for_kernel(x.transpose(1, 2)) for x in (q, k, v)]
+
+
+def _for_kernel(x: Tensor) -> Tensor:
+    """x (B, H, S, D) as kernels want it: GPU's read any strides over contiguous rows, in multiples of 16 bytes."""
+    steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3]))
+    return x if x.is_cuda and x.stride(-1) == 1 and not any(step % 16 for step in steps) else x.contiguous()
 
 
 def _kernel(q: Tensor):

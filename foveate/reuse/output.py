@@ -163,7 +163,8 @@ class HeldOutput:
         return run.predicted <= level_at_a_step(config.quality)
 
     def _warn(self, run: Run, step: int) -> None:
-        if step - run.first == self.config.warmup + self.config.max_hold and not any(run.held.values()):
+        late = step - run.first == self.config.warmup + self.config.max_hold
+        if late and not self.config.exact and not any(run.held.values()):
             log.warning("reuse: the output was held at none of the first %d steps", len(run.held))
 
     def _error(self, run: Run, sigma: float) -> float:

@@ -314,7 +314,7 @@ class Reuse:
         if own is not None:
             probe = at_rows(own, rows.index)
         else:
-            probe = self._probe(branch, queries, keys) if probing else AttnState.empty_like(queries)
+            probe = self._probe(branch, queries, k, v) if probing else AttnState.empty_like(queries)
         if not any_fresh and not self.config.audit:
             probe = AttnState(probe.out.float(), probe.lse)
             branch.sums[index] = branch.meters[index].glance(probe, branch.ahead[index])
@@ -339,15 +339,16 @@ class Reuse:
         found = joined(pieces)
         return AttnState(found.out, torch.zeros_like(found.lse)) if self.config.whole else found
 
-    def _probe(self, branch: Branch, queries: Tensor, keys: Keys) -> AttnState:
-        """Sampled rows against their own part's keys, which are here on any rank."""
-        layout, first = branch.layout, branch.layout.mine[0]
-        spans = [layout.part(first + local) for local in range(branch.rows.parts)]
-        pieces = [
-            keys.attend(queries[:, branch.rows.of(local)], branch.spans[local], (span,))
-            for local, span in enumerate(spans)
-        ]
-        return joined(pieces)
+    def _probe(self, branch: Branch, queries: Tensor, k: Tensor, v: Tensor) -> AttnState:
+        """Sampled rows against their own part's keys, as many as all parts have: those are here on any rank.
+
+        One call, with parts in the batch: a call for each would leave a GPU's processors idle.
+        """
+        keys = min(b - a for a, b in branch.spans)
+        k, v = (torch.cat([x[:, a : a + keys] for a, _ in branch.spans]) for x in (k, v))  # (P * B, keys, G, D)
+        parts = branch.rows.parts
+        found = attend(torch.cat(queries.chunk(parts, dim=1)), k, v, backend=self.config.backend)
+        return AttnState(torch.cat(found.out.chunk(parts), dim=1), torch.cat(found.lse.chunk(parts), dim=2))
 
     # What is told about it.
 
