@@ -69,7 +69,7 @@ def gate(device: str, dtype: torch.dtype) -> float:
     exact = Reuse(1, ReuseConfig(quality=1.0))
     if not torch.equal(step(exact, grid, 0, 1.0, drift.at(1.0)), attend(*drift.at(1.0)).out):
         return float("inf")
-    policy = Reuse(1, ReuseConfig(interval=4, warmup=2, damping=1.0))
+    policy = Reuse(1, ReuseConfig(hold="attention", interval=4, warmup=2, damping=1.0))
     for index, sigma in enumerate((1.0, 0.9)):
         step(policy, grid, index, sigma, drift.at(sigma))
     held = step(policy, grid, 2, 0.8, drift.at(0.8)).float()
@@ -100,7 +100,7 @@ def host_seconds(layers: int, repeats: int = 5) -> float:
     """Planning one step of a whole model on the host, measurements taken in."""
     grid = VideoGrid(1, 32, 32)
     q = torch.randn(1, grid.tokens, 1, 32)
-    policy = Reuse(layers, ReuseConfig(quality=0.8, warmup=3, rows=8))
+    policy = Reuse(layers, ReuseConfig(hold="attention", quality=0.8, warmup=3, rows=8))
     for index in range(4):
         step(policy, grid, index, 1 - index / 50, (q, q, q))
     found = []

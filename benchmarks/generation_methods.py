@@ -1,8 +1,9 @@
 """Ways to generate with less attention, each installed on a fresh diffusers pipeline: ours, and peers at their best.
 
-A `Method` is one setting of one family. Families: `exact`; `plain hold` (DiTango's rule) and `first order` (undamped)
-at fixed anchor intervals; `foveate` (its default at fixed intervals, then by `quality`); diffusers' FirstBlockCache,
-TaylorSeer and pyramid attention broadcast (PAB); cache-dit's DBCache. Ranges are each peer's own sensible one, from
+A `Method` is one setting of one family. Families: `exact`; `plain hold` of attention states (DiTango's rule) and
+`states, undamped` at fixed anchor intervals; `foveate` (its default, which holds outputs) and `foveate states`, at
+fixed intervals and by `quality`; diffusers' FirstBlockCache, TaylorSeer and pyramid attention broadcast (PAB);
+cache-dit's DBCache. Ranges are each peer's own sensible one, from
 nearly exact to visibly wrong; variants that its documentation offers are settings like any other.
 """
 
@@ -11,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import foveate as fv
@@ -36,6 +38,11 @@ def reuse(**settings: Any) -> Install:
     return lambda pipe: fv.reuse(pipe, fv.ReuseConfig(**{"warmup": WARMUP, **settings}))
 
 
+def states(**settings: Any) -> Install:
+    """Attention states in place of outputs."""
+    return reuse(hold="attention", **settings)
+
+
 def exact() -> list[Method]:
     return [Method("exact", "", lambda _: nullcontext()), Method("exact", "foveate", reuse(quality=1.0))]
 
@@ -43,12 +50,13 @@ def exact() -> list[Method]:
 def fixed(intervals: tuple[int, ...]) -> list[Method]:
     """Equal fresh work: the same steps computed, everything held in between."""
     return [
-        Method(family, f"every {interval}", reuse(interval=interval, **how))
+        Method(family, f"every {interval}", how(interval=interval))
         for interval in intervals
         for family, how in (
-            ("plain hold", {"order": 0}),
-            ("first order", {"damping": 1.0}),
-            ("foveate", {}),
+            ("plain hold", partial(states, order=0)),
+            ("states, undamped", partial(states, damping=1.0)),
+            ("foveate states", states),
+            ("foveate", reuse),
         )
     ]
 
@@ -63,18 +71,17 @@ def variants() -> list[Method]:
         "quality 0.9, 8 states": {"quality": 0.9, "states": 8},
         "quality 0.9, held at most 4 steps": {"quality": 0.9, "max_hold": 4},
     }
-    return [Method("variant", name, reuse(**how)) for name, how in settings.items()]
+    return [Method("variant", name, states(**how)) for name, how in settings.items()]
 
 
-def by_quality(qualities: tuple[float, ...], family: str = "foveate", **more: Any) -> list[Method]:
-    extra = "".join(f" {key} {value}" for key, value in more.items())
-    return [Method(family, f"quality {quality:g}{extra}", reuse(quality=quality, **more)) for quality in qualities]
-
-
-def whole(intervals: tuple[int, ...], qualities: tuple[float, ...]) -> list[Method]:
-    """Ours with the model's output held instead of attention states."""
-    spaced = [Method("foveate output", f"every {n}", reuse(interval=n, hold="output")) for n in intervals]
-    return spaced + by_quality(qualities, "foveate output", hold="output")
+def by_quality(outputs: tuple[float, ...], attention: tuple[float, ...]) -> list[Method]:
+    """Ours, planned by predicted error."""
+    kinds = (("foveate", reuse, outputs), ("foveate states", states, attention))
+    return [
+        Method(family, f"quality {quality:g}", how(quality=quality))
+        for family, how, qualities in kinds
+        for quality in qualities
+    ]
 
 
 def cached(config: Callable[[Any], Any]) -> Install:

@@ -81,7 +81,7 @@ def generate(
         seed: Of the noise.
         label: Class, for a model trained on class folders.
         guidance: Classifier-free guidance, 1 is off.
-        reuse: Quality in (0, 1] of attention states reused across denoising steps, for example 0.9; 1 is exact.
+        reuse: Quality in (0, 1] of reusing what earlier denoising steps computed, for example 0.9; 1 is exact.
         device: auto, cpu or cuda.
     """
     from foveate.training.generate import generate_file

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from foveate.training.generate import generate_file, load_model
 from foveate.training.recipes import CHECKPOINT
 
 TOLERANCE = 1e-5
+holding = partial(ReuseConfig, hold="attention")
 
 
 # The exchange, on any number of ranks.
@@ -131,7 +133,7 @@ SHAPES = {"plain": VideoGrid(4, 10, 12), "text": VideoGrid(3, 9, 11, text=29), "
 @pytest.mark.parametrize(("groups", "states"), [(1, 1), (2, 2), (5, 1), (8, 3), (8, 8)])
 def test_random_plans_against_the_oracle(grid, local, order, damping, groups, states, monkeypatch) -> None:
     """Merges of fresh and held states, extrapolated or not, on random plans; exact where all is fresh."""
-    config = ReuseConfig(
+    config = holding(
         groups=groups, states=states, local=local, order=order, damping=damping, warmup=2, clamp=0.05
     )  # fmt: skip
     draw = torch.Generator().manual_seed(groups * 10 + states)
@@ -238,7 +240,7 @@ def test_errors_add_up_between_anchors_and_count_by_what_they_do_to_the_clip() -
 
 def test_branches_of_guidance_are_anchored_together() -> None:
     target = model()
-    with reuse(target, ReuseConfig(quality=0.05, warmup=3, rows=64)) as handle:
+    with reuse(target, holding(quality=0.05, warmup=3, rows=64)) as handle:
         make(target, guidance=3.0, steps=16)
         steps = handle.report().steps
     cond, uncond = ([record for record in steps if record.branch == name] for name in ("cond", "uncond"))
@@ -287,7 +289,7 @@ def make(target: nn.Module, size=(8, 16, 16), steps=12, label=1, guidance=1.0, b
 def test_exact_is_bit_by_bit_the_plain_model(config: dict) -> None:
     target = model()
     plain = make(target, guidance=2.0)
-    with reuse(target, ReuseConfig(**config)) as handle:
+    with reuse(target, holding(**config)) as handle:
         assert torch.equal(make(target, guidance=2.0), plain)
         assert handle.report().hit_rate == 0
         assert handle.bytes_held() == 0
@@ -296,7 +298,7 @@ def test_exact_is_bit_by_bit_the_plain_model(config: dict) -> None:
 
 def test_second_request_is_what_a_fresh_process_gives() -> None:
     """After requests of another size, step count, batch, guidance and prompt, or one that was broken off (CASE 20)."""
-    config = ReuseConfig(interval=3, warmup=3, rows=64)
+    config = holding(interval=3, warmup=3, rows=64)
     wanted: dict[str, Any] = {"size": (8, 16, 16), "steps": 12, "label": 1, "guidance": 2.0, "batch": 2}
     with reuse(model(), config) as handle:
         alone = make(handle.installed[0].root, **wanted)
@@ -333,7 +335,7 @@ def broken_off(target: nn.Module, wanted: dict) -> None:
 
 
 def test_a_prompt_changed_within_a_request_drops_its_states(caplog: pytest.LogCaptureFixture) -> None:
-    target, config = model(), ReuseConfig(interval=3, warmup=2)
+    target, config = model(), holding(interval=3, warmup=2)
     x = torch.randn(1, 3, 8, 16, 16)
     with caplog.at_level(logging.INFO, "foveate"), reuse(target, config) as handle, torch.no_grad():
         for step, label in enumerate([1, 1, 1, 2, 2, 2]):
@@ -345,7 +347,7 @@ def test_a_prompt_changed_within_a_request_drops_its_states(caplog: pytest.LogCa
 
 
 def test_requests_that_take_turns_have_their_own_states() -> None:
-    target, config = model(), ReuseConfig(interval=3, warmup=2)
+    target, config = model(), holding(interval=3, warmup=2)
     clips = {name: torch.randn(1, 3, 8, 16, 16) for name in "ab"}
 
     def steps(name: str, handle: Any) -> Any:
@@ -363,7 +365,7 @@ def test_requests_that_take_turns_have_their_own_states() -> None:
 
 def test_branches_keep_their_own_states_and_guidance_switches_reset_slopes() -> None:
     """A third branch, and one that stops: no state of one is used for another (CASE 33)."""
-    target, config = model(), ReuseConfig(interval=4, warmup=3)
+    target, config = model(), holding(interval=4, warmup=3)
     x = torch.randn(1, 3, 8, 16, 16)
 
     def run(branches: Callable[[int], str], handle: Any) -> dict[tuple[int, str], Tensor]:
@@ -389,7 +391,7 @@ def test_enable_remove_enable_restores_and_frees() -> None:
     target = model()
     policy, plain = target.policy, make(target)
     for _ in range(3):
-        handle = reuse(target, ReuseConfig(interval=3, warmup=3))
+        handle = reuse(target, holding(interval=3, warmup=3))
         with pytest.raises(ValueError, match="already"):
             reuse(target)
         changed = make(target)
@@ -408,7 +410,7 @@ def test_memory_is_capped_reported_and_freed(caplog: pytest.LogCaptureFixture) -
     target = model()
     state = 512 * 2 * (32 * 4 + 4)  # bytes of one state: tokens x heads x (head dim in float32, and lse)
     for count, held, slopes in ((0, 0, 0), (2, 2, 0), (5, 3, 2), (6, 3, 3)):
-        with reuse(target, ReuseConfig(interval=3, warmup=4, memory_gib=count * state / 2**30)) as handle:
+        with reuse(target, holding(interval=3, warmup=4, memory_gib=count * state / 2**30)) as handle:
             make(target)
             report, branch = handle.report(), handle.policies[0].requests[""].branches["cond"]
             assert branch.memory is not None
@@ -423,7 +425,7 @@ def test_memory_is_capped_reported_and_freed(caplog: pytest.LogCaptureFixture) -
 
 def test_states_are_merged_before_slopes_are_dropped() -> None:
     target, state = model(), 512 * 2 * (32 * 4 + 4)
-    config = ReuseConfig(interval=3, warmup=4, states=4, groups=4, memory_gib=13 * state / 2**30)
+    config = holding(interval=3, warmup=4, states=4, groups=4, memory_gib=13 * state / 2**30)
     with reuse(target, config) as handle:
         make(target)
         branch = handle.policies[0].requests[""].branches["cond"]
@@ -435,7 +437,7 @@ def test_states_are_merged_before_slopes_are_dropped() -> None:
 
 def test_zero_hits_are_logged_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     target = model()
-    with reuse(target, ReuseConfig(quality=0.9999999, warmup=2, max_hold=3)) as handle:
+    with reuse(target, holding(quality=0.9999999, warmup=2, max_hold=3)) as handle:
         make(target)
         report = handle.report()
     assert report.hit_rate == 0
@@ -445,7 +447,7 @@ def test_zero_hits_are_logged_and_reported(caplog: pytest.LogCaptureFixture) -> 
 
 def test_report_adds_up() -> None:
     target = model()
-    with reuse(target, ReuseConfig(interval=3, warmup=3, groups=4, states=4, local="fresh", audit=True)) as handle:
+    with reuse(target, holding(interval=3, warmup=3, groups=4, states=4, local="fresh", audit=True)) as handle:
         make(target)
         report = handle.report()
     shares = {record.anchor_share: float(record.computed.mean()) for record in map(Seen, report.steps)}
@@ -480,7 +482,7 @@ def test_measured_error_is_the_error_of_holding() -> None:
     """What the meter says holding would have cost, at any damping, is what replacing that state by hand costs."""
     grid, config = (
         VideoGrid(2, 8, 16),
-        ReuseConfig(interval=9, warmup=5, groups=2, states=2, rows=256, damping=0.6, audit=True),
+        holding(interval=9, warmup=5, groups=2, states=2, rows=256, damping=0.6, audit=True),
     )
     policy = Reuse(1, config)
     draw = torch.Generator().manual_seed(3)
@@ -513,7 +515,7 @@ def test_refusals() -> None:
         {"head": 0},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(bad))):
-            ReuseConfig(**bad)
+            holding(**bad)
     target = model()
     with pytest.raises(ValueError, match="no adapter"):
         reuse(nn.Linear(2, 2))
@@ -541,7 +543,7 @@ def test_predictions_on_a_trained_model_are_right_within_two() -> None:
     """The demo's model, 40 steps: held states with an actual error above 1e-3 (`audit` measures them)."""
     target, _ = load_model(CHECKPOINT)
     noise = torch.randn((1, 3, 4, 48, 48), generator=torch.Generator().manual_seed(0))
-    with reuse(target, ReuseConfig(quality=0.8, audit=True)) as handle:
+    with reuse(target, holding(quality=0.8, audit=True)) as handle:
         generate(target, noise, steps=40, solver="euler")
         share, count = handle.report().within(2.0)
     assert count > 400
@@ -550,7 +552,7 @@ def test_predictions_on_a_trained_model_are_right_within_two() -> None:
 
 def test_a_second_value_at_one_noise_level_tells_no_slope() -> None:
     """As second-order solvers ask for: the newest value counts, the change before it stays, no division by zero."""
-    grid, config = VideoGrid(1, 8, 16), ReuseConfig(interval=2, warmup=3, groups=2, rows=64, damping=1.0)
+    grid, config = VideoGrid(1, 8, 16), holding(interval=2, warmup=3, groups=2, rows=64, damping=1.0)
     policy = Reuse(1, config)
     values = {}
     with torch.no_grad():
@@ -566,7 +568,7 @@ def test_around_another_policy_layers_are_held_whole() -> None:
     """Sparse attention computes what is fresh; removing reuse leaves it in place."""
     target = model()
     sparse = sparsify(target, SparsityConfig(budget=0.3, training_free_steps=1, force=True))
-    with reuse(target, ReuseConfig(interval=3, warmup=3)) as handle:
+    with reuse(target, holding(interval=3, warmup=3)) as handle:
         sparse.restart()
         make(target)
         report = handle.report()
@@ -576,5 +578,5 @@ def test_around_another_policy_layers_are_held_whole() -> None:
     assert sparse.policy.computed["sparse"] > 0
     assert sparse.installed.policy is sparse.policy
     with pytest.raises(ValueError, match="held whole"):
-        reuse(target, ReuseConfig(states=2))
+        reuse(target, holding(states=2))
     assert sparse.installed.policy is sparse.policy

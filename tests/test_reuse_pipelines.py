@@ -1,6 +1,7 @@
 """State reuse in diffusers' Wan pipelines, with tiny random weights: where step, noise level and guidance come from
 (CASES 16, 19 to 21, 33)."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from foveate import ReuseConfig, reuse
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: pip install 'foveate[diffusers]'")
+holding = partial(ReuseConfig, hold="attention")
 
 
 def transformer(seed: int = 0) -> nn.Module:
@@ -58,9 +60,9 @@ def test_wan_pipeline_exact_and_held(scheduler: str) -> None:
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         )
     plain = run(pipe)
-    with reuse(pipe, ReuseConfig(quality=1.0)):
+    with reuse(pipe, holding(quality=1.0)):
         torch.testing.assert_close(run(pipe), plain, rtol=0, atol=1e-4)
-    with reuse(pipe, ReuseConfig(interval=2, warmup=3)) as handle:
+    with reuse(pipe, holding(interval=2, warmup=3)) as handle:
         held = run(pipe)
         report = handle.report()
         alone = run(pipe, size=(2, 12, 10), batch=1)
@@ -71,7 +73,7 @@ def test_wan_pipeline_exact_and_held(scheduler: str) -> None:
     assert sigmas == sorted(sigmas, reverse=True)
     assert [record.reason for record in report.steps[::2]] == ["warm-up"] * 3 + ["interval"] * 6
     assert torch.equal(run(pipe), plain)
-    with reuse(pipe, ReuseConfig(interval=2, warmup=3)):
+    with reuse(pipe, holding(interval=2, warmup=3)):
         assert torch.equal(run(pipe, size=(2, 12, 10), batch=1), alone), "something stale was used"
 
 
@@ -80,7 +82,7 @@ def test_first_order_beats_plain_hold_here_too() -> None:
     plain = run(pipe, steps=20)
 
     def error(**config: Any) -> float:
-        with reuse(pipe, ReuseConfig(interval=3, **config)):
+        with reuse(pipe, holding(interval=3, **config)):
             return float((run(pipe, steps=20) - plain).norm())
 
     assert error() < error(order=0)
@@ -89,12 +91,12 @@ def test_first_order_beats_plain_hold_here_too() -> None:
 def test_step_and_sigma_from_the_scheduler_where_the_context_is_silent() -> None:
     """As in pipelines that enter cache_context with a name only."""
     pipe = pipeline()
-    with reuse(pipe, ReuseConfig(interval=2, warmup=3)) as handle:
+    with reuse(pipe, holding(interval=2, warmup=3)) as handle:
         told = run(pipe)
         expected = [(record.step, record.branch, record.sigma) for record in handle.report().steps]
     original = pipe.transformer.cache_context
     pipe.transformer.cache_context = lambda name, **_: original(name)
-    with reuse(pipe, ReuseConfig(interval=2, warmup=3)) as handle:
+    with reuse(pipe, holding(interval=2, warmup=3)) as handle:
         assert torch.equal(run(pipe), told)
         found = [(record.step, record.branch, record.sigma) for record in handle.report().steps]
     assert found == expected
@@ -104,7 +106,7 @@ def test_two_transformers_each_warm_up() -> None:
     """Wan 2.2: the model switches in mid-trajectory; the second begins with no states."""
     pipe = pipeline(second=True)
     plain = run(pipe, steps=14)
-    with reuse(pipe, ReuseConfig(interval=3, warmup=2)) as handle:
+    with reuse(pipe, holding(interval=3, warmup=2)) as handle:
         held = run(pipe, steps=14)
         first, second = ([r for r in policy.report().steps if r.branch == "cond"] for policy in handle.policies)
         assert [r.reason for r in first[:3]] == [r.reason for r in second[:3]] == ["warm-up", "warm-up", "interval"]
@@ -123,7 +125,7 @@ def test_guidance_changed_in_mid_generation_resets_slopes() -> None:
             pipe._guidance_scale = 1.5
         return values
 
-    with reuse(pipe, ReuseConfig(interval=4, warmup=3)) as handle:
+    with reuse(pipe, holding(interval=4, warmup=3)) as handle:
         draw = torch.Generator().manual_seed(1)
         prompts = torch.randn(2, 1, 5, 8, generator=draw)
         pipe(

@@ -1,5 +1,6 @@
 """State reuse on gloo ranks against one process (CASES 17, 25, 31, 33)."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from foveate.sample import generate
 
 SIZE = (1, 3, 8, 20, 24)  # 960 tokens in patches of 1 x 2 x 2: 15 tiles, uneven on 2, 4 and 8 ranks
 TOLERANCE = 1e-5
+holding = partial(ReuseConfig, hold="attention")
 STEPS = 7
 
 
@@ -42,7 +44,7 @@ def video(config: dict, plans: int | None = None, guidance: float = 1.0) -> tupl
     if plans is not None:
         Branch._decide = lambda branch: random_plan(branch, plans)  # type: ignore[method-assign]
     try:
-        with reuse(made, ReuseConfig(**config)) as handle:
+        with reuse(made, holding(**config)) as handle:
             label = torch.tensor([1])
             out = generate(made, noise, steps=STEPS, solver="euler", condition=label, guidance=guidance)
             report = handle.report()
@@ -141,7 +143,7 @@ def two_branches(config: dict) -> tuple[Tensor, float, list[str]]:
     """With guidance: the video twice in a row, and the branches that this rank computed after the first step."""
     made, noise = model(), torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
     forward = made.forward
-    with reuse(made, ReuseConfig(**config)) as handle:
+    with reuse(made, holding(**config)) as handle:
         for _ in range(2):
             out = generate(made, noise, steps=STEPS, solver="euler", condition=torch.tensor([1]), guidance=3.0)
         report = handle.report()
@@ -167,7 +169,7 @@ def around_parallel() -> tuple[Tensor, float]:
     """`parallelize` first: its ranks and its exact attention are kept."""
     made, noise = model(), torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
     spread = parallelize(made, ParallelConfig(head=2, sequence=2))
-    with reuse(made, ReuseConfig(interval=3, warmup=3, damping=1.0)) as handle:
+    with reuse(made, holding(interval=3, warmup=3, damping=1.0)) as handle:
         out = generate(made, noise, steps=STEPS, solver="euler", condition=torch.tensor([1]))
         computed = handle.report().computed
     assert spread.installed.policy is spread.policy

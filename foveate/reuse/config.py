@@ -20,9 +20,9 @@ class ReuseConfig:
         rule).
     damping: factor of the extrapolation, a number in 0 ... 1, or None: fitted per layer, part and state at anchors; 1
         where outputs are held.
-    hold: what is remembered: the states of `attention`, layer by layer, or the `output` of the whole model, which is
-        then not called at all between anchors (reuse/output.py). Of the settings below only `max_hold`, `head` and
-        `backend` matter for `output`.
+    hold: what is remembered: the `output` of the whole model, which is then not called at all between anchors
+        (reuse/output.py), or the states of `attention`, layer by layer. Of the settings below only `max_hold`, `head`
+        and `backend` matter for `output`.
     groups: into how many groups of keys the sequence is cut; under torchrun groups are runs of ranks.
     states: the most states kept per layer. 1 holds a layer whole; up to `groups` of them let the planner fetch and
         compute some groups and hold others.
@@ -45,7 +45,7 @@ class ReuseConfig:
     warmup: int = 5
     order: Literal[0, 1] = 1
     damping: float | None = None
-    hold: Literal["attention", "output"] = "attention"
+    hold: Literal["attention", "output"] = "output"
     groups: int = 8
     states: int = 1
     local: Literal["held", "fresh"] = "held"
@@ -76,7 +76,9 @@ class ReuseConfig:
         if self.hold not in ("attention", "output"):
             raise ValueError(f"hold must be attention or output, got {self.hold!r}")
         if self.hold == "output" and (self.cfg == 2 or self.audit or not self.whole):
-            raise ValueError("hold='output' goes with cfg=1, states=1, local='held' and no audit: it holds no layer")
+            raise ValueError(
+                "hold='output', the default, holds no layer: cfg=2, states, local='fresh', audit need hold='attention'"
+            )
         for name in ("groups", "states", "max_hold", "rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -1,4 +1,4 @@
-"""`reuse`: attention states remembered across denoising steps, in one call.
+"""`reuse`: outputs or attention states remembered across denoising steps, in one call.
 
     handle = fv.reuse(pipe, fv.ReuseConfig(quality=0.9))
     video = pipe(...)
@@ -33,7 +33,7 @@ log = logging.getLogger("foveate")
 
 
 def reuse(pipe_or_transformer: Any, config: ReuseConfig | None = None) -> "ReuseHandle":
-    """Let a diffusers pipeline, or a transformer, reuse attention states across denoising steps, until `remove()`.
+    """Let a diffusers pipeline, or a transformer, reuse what earlier denoising steps computed, until `remove()`.
 
     A pipeline: every transformer of it that models/adapters.py knows (Wan 2.2 has two), step and noise level from its
     calls' `cache_context` or its scheduler. A transformer (or the built-in VideoDiT): from `cache_context`, which

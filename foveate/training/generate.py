@@ -52,7 +52,7 @@ def reusing(model: VideoDiT, quality: float | None, console: Console) -> Iterato
     with reuse_states(model, ReuseConfig(quality=quality)) as handle:
         yield
         report = handle.report()
-    console.print(f"reuse: {report.computed:.0%} of the attention computed, {report.hit_rate:.0%} of the states held")
+    console.print(f"reuse: {report.computed:.0%} of the attention computed")
 
 
 def generate_file(
