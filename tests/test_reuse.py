@@ -163,9 +163,9 @@ def test_random_plans_against_the_oracle(grid, local, order, damping, groups, st
 
 def test_a_state_is_never_read_before_it_is_written() -> None:
     with pytest.raises(AssertionError, match="before it was written"):
-        HeldState().moved_out(torch.zeros(4), (0, 4))
+        HeldState().moved_out(torch.zeros(4), (0, 4), torch.float32)
     with pytest.raises(AssertionError, match="before it was written"):
-        HeldState().moved(torch.zeros(4), (0, 4), 0.7)
+        HeldState().moved(torch.zeros(4), (0, 4), 0.7, torch.float32)
 
 
 def test_infinite_lse_stays_and_its_change_is_not_followed() -> None:
@@ -175,13 +175,29 @@ def test_infinite_lse_stays_and_its_change_is_not_followed() -> None:
     for value, lse in zip((1.0, 3.0), lses, strict=True):
         state = AttnState(torch.full((1, 4, 1, 32), value), torch.tensor(lse).view(1, 1, 4))
         held.renew(state, (0, 4), slope=True)
-    moved = held.moved(torch.ones(4), (0, 4), 0.7)
+    moved = held.moved(torch.ones(4), (0, 4), 0.7, torch.float32)
     assert torch.allclose(moved.lse.flatten(), torch.tensor([0.5, dark, dark, 1.4]))
     assert moved.out[0, :, 0, 0].tolist() == [3.0, 3.0, 3.0, 5.0]
     for _ in range(2):  # a large change is clamped
         held.renew(AttnState(moved.out, moved.lse * 0 + 9.0), (0, 4), slope=True)
         held.renew(AttnState(moved.out, moved.lse * 0), (0, 4), slope=True)
-    assert float(held.moved(torch.ones(4), (0, 4), 0.7).lse.nan_to_num().abs().max()) <= 0.7
+    assert float(held.moved(torch.ones(4), (0, 4), 0.7, torch.float32).lse.nan_to_num().abs().max()) <= 0.7
+
+
+@pytest.mark.parametrize("config", [{"groups": 4}, {"groups": 4, "states": 4, "local": "fresh"}, {"order": 0}])
+def test_states_held_in_half_precision_leave_in_the_models_own(config: dict) -> None:
+    """The layer's output has the dtype of its queries, and is off by rounding only."""
+    outs = []
+    for dtype in (None, "bfloat16"):
+        policy = Reuse(1, holding(interval=2, warmup=2, damping=1.0, dtype=dtype, **config))
+        draw = torch.Generator().manual_seed(0)
+        base, other = (torch.randn(3, 1, 256, 2, 32, generator=draw) for _ in range(2))
+        with torch.no_grad():
+            for step, sigma in enumerate((1.0, 0.9, 0.8)):
+                out = policy(Layer(0, "x", VideoGrid(1, 16, 16), step, "", sigma), *(base + sigma * other))
+        outs.append(out)
+    assert outs[1].dtype == torch.float32
+    assert 1e-5 < float((outs[1] - outs[0]).norm() / outs[0].norm()) < 1e-2
 
 
 # Plans.

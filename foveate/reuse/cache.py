@@ -3,91 +3,139 @@
 Shapes: B batch, S tokens of this process, H heads, D head dim.
 """
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from foveate.attention import AttnState
+from foveate.attention import AttnState, unavailable
 
+log = logging.getLogger("foveate")
 Span = tuple[int, int]
 
 
 class HeldState:
-    """One state of one layer and CFG branch: the newest fresh (out, lse), and its change since the one before.
+    """One state of one layer and CFG branch: the newest fresh (out, lse), and the one before it.
 
-    Rows may be renewed apart, so each row may be of another step. A row whose lse was or is infinite has no change.
+    Rows may be renewed apart, so each row may be of another step. A row whose lse was or is not finite has no change.
+    Both values are kept and not their difference: an anchor then only changes names, and nothing is rounded twice.
     """
 
     def __init__(self) -> None:
         self.state: AttnState | None = None
-        self.change: AttnState | None = None  # change.lse is NaN where there is no change to follow
+        self.before: AttnState | None = None  # before.lse is NaN where there is none
 
     def renew(
         self, new: AttnState, rows: Span, *, slope: bool, again: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         """Remember `new`, the fresh state of the rows from rows[0] to rows[1].
 
-        slope: whether to keep the change too. again: the newest value is of this very noise level, so that the change
-        since tells no slope and the one before it stays.
+        slope: whether to keep the one before too. again: the newest value is of this very noise level, so that the
+        change since tells no slope: the one before moves along, and the change stays.
         The first call must cover all rows. `new` is kept itself where it can be: it must not be written to later.
         """
         new = AttnState(new.out if dtype is None else new.out.to(dtype), new.lse)
-        old, here = self.state, slice(*rows)
-        whole = old is None or new.out.shape == old.out.shape
+        old = self.state
         if not slope:
-            self.change = None
-        if whole:
+            self.before = None
+        if old is None or new.out.shape == old.out.shape:
             assert old is not None or rows[0] == 0, "the first value of a state must cover all its rows"
-            if slope and old is not None and not again:
-                self.change = _change(new, old, into=old)
+            if again and old is not None and self.before is not None:
+                self.before = _shifted(self.before, old, new)
+            elif slope and not again:
+                self.before = old
             self.state = new
             return
-        assert old is not None
-        part = AttnState(old.out[:, here], old.lse[..., here])
+        part = _rows(old, rows)
         if slope and not again:
-            if self.change is None:
-                self.change = AttnState(torch.zeros_like(old.out), torch.full_like(old.lse, torch.nan))
-            moved = _change(new, part, into=AttnState(self.change.out[:, here], self.change.lse[..., here]))
-            assert moved.out.data_ptr() == self.change.out[:, here].data_ptr()
-        part.out.copy_(new.out)
-        part.lse.copy_(new.lse)
+            if self.before is None:
+                self.before = AttnState(torch.zeros_like(old.out), torch.full_like(old.lse, torch.nan))
+            _write(part, _rows(self.before, rows))
+        elif again and self.before is not None:
+            past = _rows(self.before, rows)
+            _write(_shifted(past, part, new), past)
+        _write(new, part)
 
-    def moved(self, ahead: Tensor, rows: Span, clamp: float) -> AttnState:
-        """The state of some rows, extrapolated by `ahead` (rows,) of its change, with the lse's move within +-clamp."""
-        assert self.state is not None, "a held state is read before it was written"
-        here = slice(*rows)
-        out, lse = self.state.out[:, here], self.state.lse[..., here]
-        if self.change is None:
-            return AttnState(out, lse)
-        return follow(
-            AttnState(out, lse), AttnState(self.change.out[:, here], self.change.lse[..., here]), ahead, clamp
-        )
+    def moved(self, ahead: Tensor, rows: Span, clamp: float, dtype: torch.dtype) -> AttnState:
+        """The state of some rows, extrapolated by `ahead` (rows,) of its change, with the lse's move within +-clamp.
 
-    def moved_out(self, ahead: Tensor, rows: Span) -> Tensor:
-        """As `moved`, the output alone, for a state that covers all keys: one pass."""
+        dtype: of the result's `out`.
+        """
         assert self.state is not None, "a held state is read before it was written"
-        here = slice(*rows)
-        if self.change is None:
-            return self.state.out[:, here]
-        return torch.addcmul(
-            self.state.out[:, here], self.change.out[:, here], ahead.to(self.state.out.dtype)[:, None, None]
-        )
+        state = _rows(self.state, rows)
+        if self.before is None:
+            return AttnState(state.out.to(dtype), state.lse)
+        return extrapolate(state, _rows(self.before, rows), ahead, clamp, dtype)
+
+    def moved_out(self, ahead: Tensor, rows: Span, dtype: torch.dtype) -> Tensor:
+        """As `moved`, the output alone, for a state that covers all keys."""
+        assert self.state is not None, "a held state is read before it was written"
+        out = self.state.out[:, slice(*rows)]
+        if self.before is None:
+            return out.to(dtype)
+        return extrapolate_out(out, self.before.out[:, slice(*rows)], ahead, dtype)
 
     def bytes(self) -> int:
-        tensors = [x for state in (self.state, self.change) if state is not None for x in (state.out, state.lse)]
+        tensors = [x for state in (self.state, self.before) if state is not None for x in (state.out, state.lse)]
         return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def follow(state: AttnState, change: AttnState, ahead: Tensor, clamp: float) -> AttnState:
-    """state + ahead * change, for ahead (S,) of the rows; the lse moves by at most clamp, infinite ones not at all."""
-    known = ~change.lse.isnan()
-    move = (ahead * change.lse).clamp(-clamp, clamp).where(known, 0.0)
-    steps = torch.where(known, ahead, 0.0).transpose(-1, -2)[..., None]  # (B, S, H, 1)
-    return AttnState(torch.addcmul(state.out, change.out, steps.to(state.out.dtype)), state.lse + move)
+def extrapolate(state: AttnState, before: AttnState, ahead: Tensor, clamp: float, dtype: torch.dtype) -> AttnState:
+    """state + ahead * (state - before), for float32 ahead (S,); the lse moves by at most clamp. dtype: of the `out`.
+
+    Rows with an lse that is not finite, now or before, stay.
+    """
+    if _fused(state.out.device):
+        from foveate.kernels import triton_states
+
+        moved = triton_states.extrapolate(state.out, before.out, ahead, state.lse, before.lse, clamp, dtype=dtype)
+        return AttnState(*moved)
+    change = state.lse - before.lse
+    known = change.isfinite()
+    move = (ahead * change).clamp(-clamp, clamp).where(known, 0.0)
+    steps = torch.where(known, ahead, 0.0).transpose(-1, -2)  # (B, S, H)
+    return AttnState(_along(state.out, before.out, steps[..., None], dtype), state.lse + move)
 
 
-def _change(new: AttnState, old: AttnState, into: AttnState) -> AttnState:
-    """new - old, written into the memory of `into`, which may be `old`."""
-    both = old.lse.isfinite() & new.lse.isfinite()
-    out = torch.sub(new.out, old.out, out=into.out)
-    lse = torch.sub(new.lse, old.lse, out=into.lse).masked_fill_(~both, torch.nan)
-    return AttnState(out, lse)
+def extrapolate_out(out: Tensor, before: Tensor, ahead: Tensor, dtype: torch.dtype) -> Tensor:
+    """out + ahead * (out - before), for out (B, S, H, D) and float32 ahead (S,)."""
+    if _fused(out.device):
+        from foveate.kernels import triton_states
+
+        return triton_states.extrapolate_out(out, before, ahead, dtype=dtype)
+    return _along(out, before, ahead[:, None, None], dtype)
+
+
+def _along(out: Tensor, before: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+    """In float32, rounded once."""
+    out = out.float()
+    return torch.addcmul(out, out - before.float(), steps).to(dtype)
+
+
+@cache
+def _fused(device: torch.device) -> bool:
+    """Whether one kernel can do it; why not, on a card, is logged once."""
+    if device.type != "cuda":
+        return False
+    missing = unavailable("triton", "cuda")
+    if missing is not None:
+        log.info("reuse: held states are moved by torch, in several passes; triton %s", missing)
+    return missing is None
+
+
+def _rows(state: AttnState, rows: Span) -> AttnState:
+    """A view of some rows."""
+    here = slice(*rows)
+    return AttnState(state.out[:, here], state.lse[..., here])
+
+
+def _write(state: AttnState, into: AttnState) -> None:
+    into.out.copy_(state.out)
+    into.lse.copy_(state.lse)
+
+
+def _shifted(before: AttnState, old: AttnState, new: AttnState) -> AttnState:
+    """What has to stand before `new` so that the change is that from `before` to `old`."""
+    out = new.out.float() - (old.out.float() - before.out.float())
+    return AttnState(out.to(before.out.dtype), new.lse - (old.lse - before.lse))

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from foveate.attention import AttnState
-from foveate.reuse.cache import Span, follow
+from foveate.reuse.cache import Span
 
 FIELDS = ("aa", "ab", "bb", "ww", "damping")
 MEMORY = 0.5  # weight of the past in a damping's fit
+MOVE = 10.0  # the furthest that a log-sum-exp is followed
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,8 @@ class LayerMeter:
         for index in range(self._pieces):
             held = AttnState(old.out[index], old.lse[index])
             if change is not None:
-                held = follow(
-                    held,
-                    AttnState(change.out[index], change.lse[index]),
-                    self._per_row(ahead * self.damping)[index],
-                    10.0,
-                )
+                step = self._per_row(ahead * self.damping)[index]
+                held = _follow(held, AttnState(change.out[index], change.lse[index]), step)
             here = self._per_row(seen)[index]
             out = torch.where(here[:, None, None], new.out[index], held.out)
             states.append(AttnState(out, torch.where(here, new.lse[index], held.lse)))
@@ -169,6 +166,14 @@ class LayerMeter:
         """The trajectory bends: what was learned of slopes is of another one."""
         self.change = None
         self._fit.zero_()
+
+
+def _follow(state: AttnState, change: AttnState, ahead: Tensor) -> AttnState:
+    """state + ahead * change, for ahead (R,); rows without a known change stay. float32."""
+    known = ~change.lse.isnan()
+    move = (ahead * change.lse).clamp(-MOVE, MOVE).where(known, 0.0)
+    steps = torch.where(known, ahead, 0.0).transpose(-1, -2)[..., None]  # (B, R, H, 1)
+    return AttnState(torch.addcmul(state.out, change.out, steps), state.lse + move)
 
 
 def _finite(x: Tensor) -> Tensor:

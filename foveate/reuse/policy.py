@@ -224,7 +224,7 @@ class Reuse:
             self._remember(branch, index, [state])
             return out
         self._measure(branch, index, q, k, v, [None])
-        return branch.states[index][0].moved_out(branch.coefficient(index, 0), (0, q.shape[1]))
+        return branch.states[index][0].moved_out(branch.coefficient(index, 0), (0, q.shape[1]), q.dtype)
 
     def _by_bundle(self, branch: Branch, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A layer of several states, or whose own keys are always fresh."""
@@ -252,7 +252,7 @@ class Reuse:
                 pieces.append(keys.attend(q[:, rows[0] : rows[1]], rows, spans))
             else:
                 ahead = branch.coefficient(index, number)[rows[0] : rows[1]]
-                pieces.append(branch.states[index][number].moved(ahead, rows, self.config.clamp))
+                pieces.append(branch.states[index][number].moved(ahead, rows, self.config.clamp, q.dtype))
         return joined(pieces)
 
     def _runs(self, branch: Branch, index: int, number: int) -> list[tuple[tuple[bool, tuple[Span, ...]], Span]]:
