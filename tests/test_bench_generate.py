@@ -88,11 +88,12 @@ def test_benchmark(bench: ModuleType, trained: Path, tmp_path: Path, capsys: pyt
     assert file.with_suffix(".png").stat().st_size > 1000
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["green"]
     held = {(x["family"], x["setting"]): x for x in said["chosen on"]}
-    for family in ("plain hold", "first order", "foveate"):
+    ours = ("plain hold", "states, undamped", "foveate states", "foveate")
+    for family in ours:
         assert held[family, "every 2"]["attention"] == pytest.approx(6 / 8)  # steps 5 and 7 are held
     assert held["TaylorSeer", "every 2, order 1"]["attention"] < 1
     assert held["PAB", "every 2 in 100-900"]["attention"] < 1
-    assert len({tuple(held[family, "every 2"]["psnr"]) for family in ("plain hold", "first order", "foveate")}) > 1
+    assert len({tuple(held[family, "every 2"]["psnr"]) for family in ours}) > 2
 
 
 def test_gate_sees_a_wrong_exact_mode(bench: ModuleType, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
