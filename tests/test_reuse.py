@@ -20,9 +20,11 @@ from foveate import AttnState, ReuseConfig, SparsityConfig, VideoGrid, attend, m
 from foveate.attention import Layer
 from foveate.models.dit import DiTConfig, VideoDiT
 from foveate.reuse import plan as plans
+from foveate.reuse import sampling
 from foveate.reuse.branch import Branch
 from foveate.reuse.cache import HeldState
 from foveate.reuse.layout import Layout, one_process, ranks
+from foveate.reuse.meter import Rows
 from foveate.reuse.plan import History, StepPlan, plan_memory, plan_step
 from foveate.reuse.policy import Reuse
 from foveate.reuse.schedule import needed, rounds
@@ -596,3 +598,20 @@ def test_around_another_policy_layers_are_held_whole() -> None:
     with pytest.raises(ValueError, match="held whole"):
         reuse(target, holding(states=2))
     assert sparse.installed.policy is sparse.policy
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 200), (2, 192), (2, 197)])
+def test_the_probe_sees_its_neighbourhood_and_copies_nothing(batch: int, tokens: int, monkeypatch: Any) -> None:
+    """Rows of a part against that part's run of keys; keys of one clip are views."""
+    q, k, v = torch.randn(3, batch, tokens, 4, 32).unbind()
+    rows = Rows.spread([(0, 70), (70, 130), (130, tokens)], 24, q.device)
+    seen = []
+    monkeypatch.setattr(sampling, "attend", lambda *args, **kw: seen.append(args[1]) or attend(*args, **kw))
+    found = sampling.near(q[:, rows.index], k[:, :, :2], v[:, :, :2], rows.parts, "auto")
+    each = tokens // 3
+    for part in range(3):
+        here = slice(part * each, (part + 1) * each)
+        exact = attend(q[:, rows.index[rows.of(part)]], k[:, here, :2], v[:, here, :2])
+        torch.testing.assert_close(found.out[:, rows.of(part)], exact.out)
+        torch.testing.assert_close(found.lse[..., rows.of(part)], exact.lse)
+    assert batch > 1 or seen[0].untyped_storage().data_ptr() == k.untyped_storage().data_ptr()

@@ -47,13 +47,13 @@ class HeldState:
                 self.before = old
             self.state = new
             return
-        part = _rows(old, rows)
+        part = between(old, rows)
         if slope and not again:
             if self.before is None:
                 self.before = AttnState(torch.zeros_like(old.out), torch.full_like(old.lse, torch.nan))
-            _write(part, _rows(self.before, rows))
+            _write(part, between(self.before, rows))
         elif again and self.before is not None:
-            past = _rows(self.before, rows)
+            past = between(self.before, rows)
             _write(_shifted(past, part, new), past)
         _write(new, part)
 
@@ -63,10 +63,10 @@ class HeldState:
         dtype: of the result's `out`.
         """
         assert self.state is not None, "a held state is read before it was written"
-        state = _rows(self.state, rows)
+        state = between(self.state, rows)
         if self.before is None:
             return AttnState(state.out.to(dtype), state.lse)
-        return extrapolate(state, _rows(self.before, rows), ahead, clamp, dtype)
+        return extrapolate(state, between(self.before, rows), ahead, clamp, dtype)
 
     def moved_out(self, ahead: Tensor, rows: Span, dtype: torch.dtype) -> Tensor:
         """As `moved`, the output alone, for a state that covers all keys."""
@@ -124,8 +124,8 @@ def _fused(device: torch.device) -> bool:
     return missing is None
 
 
-def _rows(state: AttnState, rows: Span) -> AttnState:
-    """A view of some rows."""
+def between(state: AttnState, rows: Span) -> AttnState:
+    """A view of the rows from rows[0] to rows[1]."""
     here = slice(*rows)
     return AttnState(state.out[:, here], state.lse[..., here])
 

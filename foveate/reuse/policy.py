@@ -17,13 +17,14 @@ from torch import Tensor
 
 from foveate.attention import AttnState, Layer, Policy, attend, merge
 from foveate.reuse.branch import Branch
-from foveate.reuse.cache import Span
+from foveate.reuse.cache import Span, between
 from foveate.reuse.config import ReuseConfig
-from foveate.reuse.keys import Keys, at_rows, joined
+from foveate.reuse.keys import Keys, joined
 from foveate.reuse.layout import Layout, key_counts, one_process, remote_tokens
 from foveate.reuse.ranks import Team
 from foveate.reuse.report import ReuseReport, StepRecord
 from foveate.reuse.request import Generation
+from foveate.reuse.sampling import measure
 
 log = logging.getLogger("foveate")
 
@@ -130,13 +131,12 @@ class Reuse:
 
     def _state_bytes(self, layout: Layout, q: Tensor) -> int:
         """Of one state on the rank that has the most; the same on all."""
-        dtype = q.dtype if self.config.dtype is None else getattr(torch, self.config.dtype)
         if self.team is None:
             tokens, heads = q.shape[1], q.shape[2]
         else:
             tokens = max(b - a for a, b in map(layout.part, range(layout.parts)))
             heads = q.shape[2] if self.config.whole else -(-q.shape[2] // self.team.degrees.head)
-        return q.shape[0] * tokens * heads * (q.shape[3] * dtype.itemsize + 4)
+        return q.shape[0] * tokens * heads * (q.shape[3] * self._dtype(q).itemsize + 4)
 
     def place(self, step: int | None, sigma: float | None) -> tuple[int, float]:
         """Step and noise level, from the pipeline where a layer was not told."""
@@ -220,10 +220,10 @@ class Reuse:
         if any(any(row) for row in branch.fresh[index]):
             out = self._whole(layer, q, k, v)
             state = AttnState(out, torch.zeros(q.shape[0], q.shape[2], q.shape[1], device=q.device))
-            self._measure(branch, index, q, k, v, [state])
+            measure(branch, index, q, k, v, [state], None)
             self._remember(branch, index, [state])
             return out
-        self._measure(branch, index, q, k, v, [None])
+        measure(branch, index, q, k, v, None, None)
         return branch.states[index][0].moved_out(branch.coefficient(index, 0), (0, q.shape[1]), q.dtype)
 
     def _by_bundle(self, branch: Branch, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class Reuse:
         own = self._own(branch, q, keys) if self.config.local == "fresh" else None
         if fetched is not None:
             fetched.finish()
-        self._measure(branch, index, q, k, v, list(states), own)
+        measure(branch, index, q, k, v, states, own)
         self._remember(branch, index, states)
         out = merge(*states, *([] if own is None else [own])).out
         return out if team is None else team.to_tokens(out, kv_heads, repeats, layer.grid, where)
@@ -258,13 +258,12 @@ class Reuse:
     def _runs(self, branch: Branch, index: int, number: int) -> list[tuple[tuple[bool, tuple[Span, ...]], Span]]:
         """Neighbouring parts of this process that do alike: ((fresh, spans of keys), rows from, to)."""
         layout, first = branch.layout, branch.layout.mine[0]
-
-        def kind(local: int) -> tuple[bool, tuple[Span, ...]]:
-            keys = layout.keys(first + local, branch.bundles[number], self.config.local)
-            return branch.fresh[index][local][number] or not keys, keys
-
-        grouped = [(key, list(parts)) for key, parts in groupby(range(len(branch.spans)), key=kind)]
-        return [(key, (branch.spans[parts[0]][0], branch.spans[parts[-1]][1])) for key, parts in grouped]
+        keys = [
+            layout.keys(first + local, branch.bundles[number], self.config.local) for local in range(len(branch.spans))
+        ]
+        return _grouped(
+            branch.spans, [(fresh[number] or not k, k) for fresh, k in zip(branch.fresh[index], keys, strict=True)]
+        )
 
     def _own(self, branch: Branch, q: Tensor, keys: Keys) -> AttnState:
         """Every part's attention to its own group's keys."""
@@ -278,77 +277,21 @@ class Reuse:
     def _remember(self, branch: Branch, index: int, states: list[AttnState]) -> None:
         if not branch.stores(index):
             return
-        slope, dtype = branch.slope(index), self.config.dtype
-        dtype = None if dtype is None else getattr(torch, dtype)
+        slope, dtype = branch.slope(index), self._dtype(states[0].out)
         for number, state in enumerate(states):
-            parts = range(len(branch.spans))
-            for (fresh, again), group in groupby(
-                parts,
-                key=lambda p: (branch.fresh[index][p][number], branch.again[index][p][number]),
-            ):
-                run = list(group)
+            kinds = [
+                (fresh[number], again[number])
+                for fresh, again in zip(branch.fresh[index], branch.again[index], strict=True)
+            ]
+            for (fresh, again), rows in _grouped(branch.spans, kinds):
                 if fresh:
-                    rows = branch.spans[run[0]][0], branch.spans[run[-1]][1]
-                    here = slice(*rows)
-                    part = AttnState(state.out[:, here], state.lse[..., here])
-                    branch.states[index][number].renew(part, rows, slope=slope, again=again, dtype=dtype)
+                    branch.states[index][number].renew(
+                        between(state, rows), rows, slope=slope, again=again, dtype=dtype
+                    )
 
-    def _measure(
-        self,
-        branch: Branch,
-        index: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        states: list[AttnState | None] | list[AttnState],
-        own: AttnState | None = None,
-    ) -> None:
-        """Compare the sampled rows' newest states with what extrapolation gave."""
-        any_fresh = any(any(row) for row in branch.fresh[index])
-        if not branch.measuring or not (any_fresh or self.config.adaptive or self.config.audit):
-            return
-        rows, fresh = branch.rows, branch.fresh_mask[index]
-        keys = Keys(branch.layout, q, k, v, None, self.config.backend)
-        queries = q[:, rows.index]
-        probing = self.config.adaptive or self.config.audit or own is not None  # else nothing asks for drift
-        if own is not None:
-            probe = at_rows(own, rows.index)
-        else:
-            probe = self._probe(branch, queries, k, v) if probing else AttnState.empty_like(queries)
-        if not any_fresh and not self.config.audit:
-            probe = AttnState(probe.out.float(), probe.lse)
-            branch.sums[index] = branch.meters[index].glance(probe, branch.ahead[index])
-            return
-        sampled = [self._sampled(branch, number, state, queries, keys) for number, state in enumerate(states)]
-        out = torch.stack([state.out.float() for state in (*sampled, probe)])
-        lse = torch.stack([state.lse for state in (*sampled, probe)])
-        seen = torch.ones_like(fresh) if self.config.audit else fresh.clone()
-        seen[:, -1] = probing
-        again = any(flag for row in branch.again[index] for flag in row)
-        new = AttnState(out, lse)
-        branch.sums[index] = branch.meters[index].observe(new, seen, fresh, branch.ahead[index], again=again)
-
-    def _sampled(self, branch: Branch, number: int, state: AttnState | None, queries: Tensor, keys: Keys) -> AttnState:
-        """A bundle's state of the sampled rows. With `audit` what is held is computed too."""
-        if not self.config.audit:
-            return AttnState.empty_like(queries) if state is None else at_rows(state, branch.rows.index)
-        layout, first, pieces = branch.layout, branch.layout.mine[0], []
-        for local, rows in enumerate(branch.spans):
-            spans = layout.keys(first + local, branch.bundles[number], self.config.local)
-            pieces.append(keys.attend(queries[:, branch.rows.of(local)], rows, spans))
-        found = joined(pieces)
-        return AttnState(found.out, torch.zeros_like(found.lse)) if self.config.whole else found
-
-    def _probe(self, branch: Branch, queries: Tensor, k: Tensor, v: Tensor) -> AttnState:
-        """Sampled rows against their own part's keys, as many as all parts have: those are here on any rank.
-
-        One call, with parts in the batch: a call for each would leave a GPU's processors idle.
-        """
-        keys = min(b - a for a, b in branch.spans)
-        k, v = (torch.cat([x[:, a : a + keys] for a, _ in branch.spans]) for x in (k, v))  # (P * B, keys, G, D)
-        parts = branch.rows.parts
-        found = attend(torch.cat(queries.chunk(parts, dim=1)), k, v, backend=self.config.backend)
-        return AttnState(torch.cat(found.out.chunk(parts), dim=1), torch.cat(found.lse.chunk(parts), dim=2))
+    def _dtype(self, x: Tensor) -> torch.dtype:
+        """Of what is held, for a model whose own is that of x."""
+        return x.dtype if self.config.dtype is None else getattr(torch, self.config.dtype)
 
     # What is told about it.
 
@@ -375,6 +318,12 @@ class Reuse:
         if not any(record.hits for record in self.records if record.request == request.number):
             request.warned = True
             log.warning("reuse: no state was held by step %d (%s)", branch.step, branch.plan and branch.plan.reason)
+
+
+def _grouped(spans: list[Span], kinds: list[Any]) -> list[tuple[Any, Span]]:
+    """Neighbouring parts of one kind, a kind a part: (kind, rows from, to)."""
+    runs = [(kind, list(parts)) for kind, parts in groupby(range(len(spans)), key=kinds.__getitem__)]
+    return [(kind, (spans[parts[0]][0], spans[parts[-1]][1])) for kind, parts in runs]
 
 
 def _free_bytes(device: torch.device) -> float:
