@@ -35,8 +35,8 @@ def dit(heads: int = 4, depth: int = 2) -> tuple[nn.Module, tuple, VideoGrid]:
 
 
 def tiny(name: str) -> tuple[nn.Module, dict, VideoGrid]:
-    """A model of tests/test_adapters.py with its inputs and grid: 315 video tokens, and 11 of text in CogVideoX."""
-    from test_adapters import CASES, make
+    """A model of tests/tiny_models.py with its inputs and grid: 315 video tokens, and 11 of text in CogVideoX."""
+    from tiny_models import CASES, make
 
     model, inputs = make(name, (5, 7, 9))
     return model, inputs, VideoGrid(5, 7, 9, text=CASES[name].text)

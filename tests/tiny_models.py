@@ -1,0 +1,180 @@
+"""Tiny random models of diffusers, their inputs, policies that force the sparse backend, and comparisons, for tests."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foveate.attention import Layer, attend
+from foveate.tiles import Selection, VideoGrid
+
+diffusers = pytest.importorskip("diffusers", reason="needs diffusers: pip install 'foveate[diffusers]'")
+TOLERANCE = 1e-5
+ODD = (5, 7, 9)
+
+
+@dataclass
+class Case:
+    """A tiny model: how to build it and its inputs for a grid, and how many text tokens join the attention."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[tuple[int, int, int]], dict]
+    text: int = 0
+    flat_mask: bool = False  # the plain processor wants an additive mask (B * H, S, S), not a bool one (B, H, S, S)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+def wan(patch=(1, 2, 2), cls: str = "WanTransformer3DModel", **more) -> nn.Module:
+    shape = {"num_attention_heads": 2, "attention_head_dim": 32, "in_channels": 3, "out_channels": 3, "text_dim": 8}
+    return getattr(diffusers, cls)(
+        patch_size=patch, freq_dim=8, ffn_dim=32, num_layers=2, rope_max_seq_len=16, **shape, **more
+    )
+
+
+def wan_inputs(patch=(1, 2, 2), tokens: int = 6, per_token: bool = False, image: bool = False, **more):
+    def make(grid: tuple[int, int, int]) -> dict:
+        sizes = [size * edge for size, edge in zip(grid, patch, strict=True)]
+        times = (2, grid[0] * grid[1] * grid[2]) if per_token else (2,)
+        inputs = {"hidden_states": rand(2, 3, *sizes), "timestep": 1000 * torch.rand(times)}
+        inputs |= {"encoder_hidden_states": rand(2, tokens, 8)} | more
+        return inputs | ({"encoder_hidden_states_image": rand(2, 5, 8)} if image else {})
+
+    return make
+
+
+def cogvideox(rope: bool, patch_t: int | None = None) -> nn.Module:
+    model = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=32, in_channels=3, out_channels=3, time_embed_dim=8, num_layers=2,
+        text_embed_dim=8, patch_size=2, patch_size_t=patch_t, sample_width=8, sample_height=8, sample_frames=9,
+        max_text_seq_length=11, use_rotary_positional_embeddings=rope,
+    )  # fmt: skip
+    return model
+
+
+def cogvideox_inputs(rope: bool, patch_t: int = 1):
+    def make(grid: tuple[int, int, int]) -> dict:
+        frames, height, width = grid[0] * patch_t, grid[1] * 2, grid[2] * 2
+        inputs = {"hidden_states": rand(2, frames, 3, height, width), "timestep": 1000 * torch.rand(2)}
+        if rope:
+            angles = rand(grid[0] * grid[1] * grid[2], 16).repeat_interleave(2, dim=-1)
+            inputs["image_rotary_emb"] = (angles.cos(), angles.sin())
+        return inputs | {"encoder_hidden_states": rand(2, 11, 8)}
+
+    return make
+
+
+def ltx() -> nn.Module:
+    return diffusers.LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, cross_attention_dim=64,
+        num_layers=2, caption_channels=8,
+    )  # fmt: skip
+
+
+def ltx_inputs(grid: tuple[int, int, int]) -> dict:
+    inputs = {"hidden_states": rand(2, grid[0] * grid[1] * grid[2], 4), "encoder_hidden_states": rand(2, 6, 8)}
+    inputs |= {"timestep": 1000 * torch.rand(2), "encoder_attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
+    return inputs | dict(zip(("num_frames", "height", "width"), grid, strict=True))
+
+
+CASES = {
+    "wan": Case(wan, wan_inputs()),
+    "wan22-per-token-time": Case(wan, wan_inputs(per_token=True)),
+    "wan-patch-2-1-2": Case(lambda: wan((2, 1, 2)), wan_inputs((2, 1, 2))),
+    "wan-image": Case(lambda: wan(image_dim=8, added_kv_proj_dim=64), wan_inputs(tokens=512, image=True)),
+    "skyreels": Case(lambda: wan(cls="SkyReelsV2Transformer3DModel"), wan_inputs()),
+    "cogvideox": Case(lambda: cogvideox(False), cogvideox_inputs(False), 11, flat_mask=True),
+    "cogvideox15-rope": Case(lambda: cogvideox(True, 2), cogvideox_inputs(True, 2), 11, flat_mask=True),
+    "ltx": Case(ltx, ltx_inputs, flat_mask=True),
+}
+MAIN = ("wan", "cogvideox15-rope")
+
+
+def make(name: str, grid: tuple[int, int, int] = ODD) -> tuple[nn.Module, dict]:
+    """A model whose zero-initialised parameters are random too, and its inputs."""
+    torch.manual_seed(0)
+    model = CASES[name].build()
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    return model, CASES[name].inputs(grid)
+
+
+def results(model: nn.Module, *inputs: dict) -> dict[str, Tensor]:
+    """Outputs, and all parameters' gradients of a fixed random mixture of them, one backward after all forwards."""
+    model.zero_grad()
+    outputs = [model(**one, return_dict=False)[0] for one in inputs]
+    weights = [torch.randn(out.shape, generator=torch.Generator().manual_seed(7)) for out in outputs]
+    sum((out * weight).sum() for out, weight in zip(outputs, weights, strict=True)).backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {f"output {i}": out.detach() for i, out in enumerate(outputs)} | grads
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    """Equal name by name, relative to each one's norm. A gradient that is zero but for rounding (a shift of all keys
+    changes no softmax, so a bias of keys has none) only has to be so in both."""
+    assert ours.keys() == theirs.keys()
+    nothing = 1e-6 * max(expected.norm() for expected in theirs.values())
+    for name, expected in theirs.items():
+        if expected.norm() < nothing:
+            assert ours[name].norm() < nothing, f"{name}: should be zero"
+            continue
+        error = (ours[name] - expected).norm() / expected.norm()
+        assert error <= tolerance, f"{name}: relative error {error:.1e}, norm {expected.norm():.1e}"
+
+
+class Kept:
+    """Forces the sparse backend, keeping a fraction of the tiles at random (its own always); counts calls."""
+
+    def __init__(self, fraction: float):
+        self.fraction, self.calls, self.layers = fraction, Counter(), []
+
+    def mask(self, index: int, grid: VideoGrid, batch: int, heads: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        tiles = grid.tiles()
+        return (torch.rand(batch, heads, tiles, tiles, generator=generator) < self.fraction) | torch.eye(tiles).bool()
+
+    def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.calls[layer.name] += 1
+        self.layers.append(layer)
+        mask = self.mask(layer.index, layer.grid, q.shape[0], q.shape[2])
+        return attend(q, k, v, Selection.from_dense(mask, layer.grid), backend="torch").out
+
+
+class Masked:
+    """diffusers' own processor, given a mask that the model itself never passes."""
+
+    def __init__(self, original, mask: Tensor):
+        self.original, self.mask = original, mask
+
+    def __call__(
+        self,
+        attn,
+        hidden_states,
+        encoder_hidden_states=None,
+        attention_mask=None,
+        rotary_emb=None,
+        image_rotary_emb=None,
+    ):
+        rotary = rotary_emb if image_rotary_emb is None else image_rotary_emb
+        return self.original(attn, hidden_states, encoder_hidden_states, self.mask, rotary)
+
+
+def mask_tokens(model: nn.Module, case: Case, grid: VideoGrid, policy: Kept) -> None:
+    """Puts `policy`'s choice into the plain model as token masks in the model's own order."""
+    names = [name for name, module in model.named_modules() if name.endswith("attn1")]
+    back = torch.argsort(grid.order())
+    for index, name in enumerate(names):
+        tiles = policy.mask(index, grid, 2, 2)
+        tokens = tiles.repeat_interleave(64, -1).repeat_interleave(64, -2)[..., : grid.tokens, : grid.tokens]
+        tokens = tokens[..., back, :][..., back]
+        tokens = tokens.roll((grid.text, grid.text), (-1, -2))  # the model has its text first
+        attention = model.get_submodule(name)
+        if case.flat_mask:
+            tokens = torch.zeros(tokens.shape).masked_fill(~tokens, -torch.inf).flatten(0, 1)
+        attention.set_processor(Masked(attention.processor, tokens))
