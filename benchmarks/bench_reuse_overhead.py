@@ -189,7 +189,8 @@ def measure(name: str, grid: VideoGrid, stack: int, device: str, dtype: torch.dt
             more = max(anchor - exact, 0.0) + (INTERVAL - 1) * max(held - bare, 0.0)
             result[label] = {
                 "anchor_ms": 1e3 * anchor / stack, "held_ms": 1e3 * held / stack,
-                "overhead": more / INTERVAL / exact, "held_gib_per_layer": gib,
+                "overhead": more / INTERVAL / exact, "overhead_of_attention": more / INTERVAL / (exact - bare),
+                "held_gib_per_layer": gib,
             }  # fmt: skip
     result |= {"exact_ms": 1e3 * exact / stack, "without_attention_ms": 1e3 * bare / stack}
     result["plan_ms"] = 1e3 * host_seconds(layers)
@@ -224,7 +225,7 @@ def main() -> int:
             print(
                 f"{name}, {label}: a layer {found['exact_ms']:.2f} ms, anchor {part['anchor_ms']:.2f}; without "
                 f"attention {found['without_attention_ms']:.2f}, held {part['held_ms']:.2f}; overhead "
-                f"{part['overhead']:.2%} of a step"
+                f"{part['overhead']:.2%} of a step, {part['overhead_of_attention']:.2%} of its attention"
             )
         print(f"{name}: planning {found['plan_ms']:.2f} ms a step, {found['plan_share']:.2%} of it")
     worst = max(

@@ -14,7 +14,7 @@ from torch import Tensor
 from foveate.reuse import plan as plans
 from foveate.reuse.cache import HeldState
 from foveate.reuse.config import ReuseConfig
-from foveate.reuse.layout import Layout
+from foveate.reuse.layout import Layout, key_counts, remote_tokens
 from foveate.reuse.meter import FIELDS, LayerMeter, Rows, errors
 from foveate.reuse.plan import History, MemoryPlan, StepPlan
 from foveate.reuse.report import StepRecord
@@ -176,6 +176,23 @@ class Branch:
         self.history, self.probe = self.history.kinked(), self.probe.kinked()
         for meter in self.meters:
             meter.forget_changes()
+
+    def record(self, request: int, name: str, k: Tensor) -> StepRecord:
+        """What the step that begins computes and moves. name: this branch's. k (B, S, G, D): a layer's keys."""
+        plan, layout = self.plan, self.layout
+        assert plan is not None
+        counts = key_counts(layout, self.bundles, self.config.local)
+        lengths = torch.tensor([layout.part(part)[1] - layout.part(part)[0] for part in range(layout.parts)])
+        own, apart = counts[:, -1], counts[:, :-1]
+        pairs = ((plan.fresh * apart).sum(-1) + own) * lengths
+        per_token = 2 * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()
+        moved = remote_tokens(layout, self.bundles)
+        return StepRecord(
+            request, self.step, name, self.sigma, plan.reason, plan.fresh, self.predicted,
+            pairs.sum(-1) / layout.tokens**2,
+            bytes_moved=int((plan.fresh * moved).sum()) * per_token,
+            bytes_exact=int(moved.sum()) * self.layers * per_token,
+        )  # fmt: skip
 
     def end(self, record: StepRecord, gather: Callable[[Tensor], Tensor] | None) -> None:
         """After the last layer: send the measurements off. gather: from this rank's parts (L, 1, N + 1, 5) to all."""

@@ -74,8 +74,12 @@ class LayerMeter:
             self.base = new
             return torch.zeros(*seen.shape, len(FIELDS), device=new.out.device)
         old, change = self.base, self.change
-        whole = self._moved(old, change, new, seen, ahead)
-        a, b, weighted = self._residuals(whole, new, old, change, ahead)
+        if self._pieces == 1:  # the state is the output: it weighs 1, and `off` is 0
+            a, weighted = old.out - new.out, new.out
+            b = torch.zeros_like(a) if change is None else self._per_row(ahead)[:, None, :, None, None] * change.out
+        else:
+            whole = self._moved(old, change, new, seen, ahead)
+            a, b, weighted = self._residuals(whole, new, old, change, ahead)
         sums = [self._sum(x, y) for x, y in ((a, a), (a, b), (b, b), (weighted, weighted))]
         found = torch.stack([*sums, self.damping], -1) * seen[..., None]
         if self.fixed is None:

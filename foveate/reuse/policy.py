@@ -20,7 +20,7 @@ from foveate.reuse.branch import Branch
 from foveate.reuse.cache import Span, between
 from foveate.reuse.config import ReuseConfig
 from foveate.reuse.keys import Keys, joined
-from foveate.reuse.layout import Layout, key_counts, one_process, remote_tokens
+from foveate.reuse.layout import Layout, one_process
 from foveate.reuse.ranks import Team
 from foveate.reuse.report import ReuseReport, StepRecord
 from foveate.reuse.request import Generation
@@ -120,7 +120,7 @@ class Reuse:
         branch.begin(step, sigma, kink, lambda: self._cap(request, branch), self._state_bytes(branch.layout, q), other)
         request.seen(layer.branch, step, sigma, self.conditions)
         self._branch = branch
-        self._record = self._new_record(request, layer, branch, q, k)
+        self._record = branch.record(request.number, layer.branch, k)
         self.records.append(self._record)
         self._warn(request, branch)
 
@@ -292,24 +292,6 @@ class Reuse:
     def _dtype(self, x: Tensor) -> torch.dtype:
         """Of what is held, for a model whose own is that of x."""
         return x.dtype if self.config.dtype is None else getattr(torch, self.config.dtype)
-
-    # What is told about it.
-
-    def _new_record(self, request: Request, layer: Layer, branch: Branch, q: Tensor, k: Tensor) -> StepRecord:
-        plan, layout = branch.plan, branch.layout
-        assert plan is not None
-        counts = key_counts(layout, branch.bundles, self.config.local)
-        lengths = torch.tensor([layout.part(part)[1] - layout.part(part)[0] for part in range(layout.parts)])
-        own, apart = counts[:, -1], counts[:, :-1]
-        pairs = ((plan.fresh * apart).sum(-1) + own) * lengths
-        per_token = 2 * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()
-        moved = remote_tokens(layout, branch.bundles)
-        return StepRecord(
-            request.number, branch.step, layer.branch, branch.sigma, plan.reason, plan.fresh, branch.predicted,
-            pairs.sum(-1) / layout.tokens**2,
-            bytes_moved=int((plan.fresh * moved).sum()) * per_token,
-            bytes_exact=int(moved.sum()) * self.layers * per_token,
-        )  # fmt: skip
 
     def _warn(self, request: Request, branch: Branch) -> None:
         late = branch.step - branch.start >= self.config.warmup + max(self.config.interval or 0, self.config.max_hold)
