@@ -496,11 +496,12 @@ class Seen:
         return self.record.computed
 
 
-def test_measured_error_is_the_error_of_holding() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_measured_error_is_the_error_of_holding(count: int) -> None:
     """What the meter says holding would have cost, at any damping, is what replacing that state by hand costs."""
     grid, config = (
         VideoGrid(2, 8, 16),
-        holding(interval=9, warmup=5, groups=2, states=2, rows=256, damping=0.6, audit=True),
+        holding(interval=9, warmup=5, groups=2, states=count, rows=256, damping=0.6, audit=True),
     )
     policy = Reuse(1, config)
     draw = torch.Generator().manual_seed(3)
@@ -510,15 +511,17 @@ def test_measured_error_is_the_error_of_holding() -> None:
         q, k, v = (x + sigma * y for x, y in zip(base[:3], base[3:], strict=True))
         with torch.no_grad():
             policy(Layer(0, "x", grid, step, "", sigma), q, k, v)
-        states.append([attend(q, k[:, a:b], v[:, a:b]) for a, b in ((0, 128), (128, 256))])
+        cuts = itertools.pairwise(range(0, 257, 256 // count))
+        states.append([attend(q, k[:, a:b], v[:, a:b]) for a, b in cuts])
     report = Reuse.report(policy)
     actual = report.steps[-1].actual
     assert actual is not None
     whole = merge(*states[2]).out
-    for number in range(2):
-        (first, last, now), rest = [state[number] for state in states], states[2][1 - number]
+    for number in range(count):
+        first, last, now = (state[number] for state in states)
+        rest = [other for other in states[2] if other is not now]
         held = AttnState(last.out + 0.6 * (last.out - first.out), last.lse + 0.6 * (last.lse - first.lse))
-        missed = merge(held, rest).out - whole
+        missed = merge(held, *rest).out - whole
         for part in range(2):
             rows = slice(part * 128, part * 128 + 128)
             expected = missed[:, rows].norm() / whole[:, rows].norm()

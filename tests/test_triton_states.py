@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from foveate import AttnState, ReuseConfig, VideoGrid  # noqa: E402
+from foveate import AttnState, ReuseConfig, VideoGrid, merge  # noqa: E402
 from foveate.attention import Layer  # noqa: E402
 from foveate.kernels import triton_states  # noqa: E402
 from foveate.reuse import cache  # noqa: E402
@@ -73,6 +73,27 @@ def test_the_definition(tokens: int, heads: int, dim: int) -> None:
     check("cpu", tokens, heads, dim, torch.bfloat16, torch.float32)
 
 
+def check_merge(device: str, count: int, tokens: int, dim: int, dtype: torch.dtype) -> None:
+    """Several states against `merge` in float64: finite lses far apart, -inf (on all sides too) and +inf."""
+    torch.manual_seed(count)
+    outs = torch.randn(count, 2, tokens, 3, dim, device=device).to(dtype)
+    lses = 5 * torch.randn(count, 2, 3, tokens, device=device)
+    lses[0, :, :, 3], lses[:, :, :, 7], lses[-1, :, 1, 9], lses[:, 1, :, 11] = -INF, -INF, INF, INF
+    states = [AttnState(out, lse) for out, lse in zip(outs, lses, strict=True)]
+    found = triton_states.merge_out(list(outs), list(lses))
+    assert found.dtype == dtype
+    exact = merge(*(AttnState(state.out.double(), state.lse.double()) for state in states)).out
+    assert bool(found.isfinite().all())
+    assert error(found, exact) <= TOLERANCE[dtype]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("count", "tokens", "dim"), [(2, 105, 32), (9, 33, 96)])
+def test_merging(count: int, tokens: int, dim: int) -> None:
+    check_merge("cpu", count, tokens, dim, torch.float32)
+    check_merge("cpu", count, tokens, dim, torch.float16)
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize("config", [{"groups": 2}, {"groups": 3, "states": 2, "local": "fresh", "clamp": 0.05}])
 def test_a_policy_by_the_kernel_is_the_policy(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,10 +109,13 @@ def test_a_policy_by_the_kernel_is_the_policy(config: dict, monkeypatch: pytest.
     with torch.no_grad():
         plain = outputs()
         launch, calls = triton_states._launch, []
-        monkeypatch.setattr(triton_states, "_launch", lambda *args: calls.append(1) or launch(*args))
+        monkeypatch.setattr(triton_states, "_launch", lambda *args: calls.append("moved") or launch(*args))
+        join = triton_states.merge_out
+        monkeypatch.setattr(triton_states, "merge_out", lambda *args: calls.append("merged") or join(*args))
         monkeypatch.setattr(cache, "_fused", lambda device: True)
         fused = outputs()
-    assert calls
+    assert "moved" in calls
+    assert ("merged" in calls) == ("states" in config)
     for ours, exact in zip(fused, plain, strict=True):
         assert error(ours, exact.double()) <= 1e-6
 
@@ -114,3 +138,18 @@ def test_it_compiles_without_spills_in_wide_accesses(capability: int, weighed: b
     assert ".local" not in ptx
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("count", [2, 9])
+def test_merging_compiles_without_spills(capability: int, count: int) -> None:
+    constants = {"N": count, "DIM": 128, "D": 128, "ROWS": triton_states.ROWS}
+    kinds = {"OUTS": ("*bf16",) * count, "LSES": ("*fp32",) * count, "TO": "*bf16", "tokens": "i32", "heads": "i32"}
+    signature = kinds | dict.fromkeys(constants, "constexpr")
+    aligned = [(0, n) for n in range(count)] + [(2,)]
+    source = ASTSource(
+        triton_states._merge, signature, constants, {place: [["tt.divisibility", 16]] for place in aligned}
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+    assert ".local" not in ptx
+    assert ptx.count("ld.global.v4.b32") >= count

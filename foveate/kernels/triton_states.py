@@ -1,4 +1,4 @@
-"""Held states moved along their last change in one pass: two reads and a write, which torch makes four to ten of.
+"""Held states moved along their last change, and merged, in one pass each; torch makes four to ten of them.
 
 Shapes: B batch, S tokens, H heads, D head dim.
 """
@@ -68,3 +68,46 @@ def _launch(
         *steps, WEIGHED=lses is not None, DIM=dim, D=triton.next_power_of_2(dim), ROWS=ROWS,
     )  # fmt: skip
     return moved
+
+
+@triton.jit(do_not_specialize=["tokens", "heads"])
+def _merge(
+    OUTS, LSES, TO, tokens, heads, N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """One program some tokens of a head. OUTS, LSES: N pointers each, contiguous (B, S, H, D) and (B, H, S)."""
+    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < tokens
+    at = (batch * heads + head) * tokens + row
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    for n in tl.static_range(N):
+        top = tl.maximum(top, tl.load(LSES[n] + at, mask=real, other=0.0))
+    infinite = tl.abs(top) == float("inf")
+    dim = tl.arange(0, D)[None, :]
+    place = ((batch * tokens + row[:, None]) * heads + head) * DIM + dim
+    mask = real[:, None] & (dim < DIM)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, D], tl.float32)
+    for n in tl.static_range(N):
+        lse = tl.load(LSES[n] + at, mask=real, other=0.0)
+        # Where the largest lse is infinite only states that reach +inf weigh; inf - inf would be NaN.
+        equal = tl.where((lse == top) & (top > 0), 1.0, 0.0)
+        weight = tl.where(infinite, equal, tl.exp(lse - tl.where(infinite, 0.0, top)))
+        total += weight
+        out += weight[:, None] * tl.load(OUTS[n] + place, mask=mask, other=0.0).to(tl.float32)
+    out = out / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(TO + place, out.to(TO.dtype.element_ty), mask=mask)
+
+
+def merge_out(outs: list[Tensor], lses: list[Tensor]) -> Tensor:
+    """The output of `attention.merge` of states out (B, S, H, D), lse float32 (B, H, S); float32 inside, first's dtype.
+
+    Reads every state once; not differentiable.
+    """
+    batch, tokens, heads, dim = outs[0].shape
+    merged = torch.empty(outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
+    _merge[(triton.cdiv(tokens, ROWS), heads, batch)](
+        tuple(x.contiguous() for x in outs), tuple(x.contiguous() for x in lses), merged, tokens, heads,
+        N=len(outs), DIM=dim, D=triton.next_power_of_2(dim), ROWS=ROWS,
+    )  # fmt: skip
+    return merged

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from foveate.attention import AttnState, unavailable
+from foveate.attention import AttnState, merge, unavailable
 
 log = logging.getLogger("foveate")
 Span = tuple[int, int]
@@ -105,6 +105,15 @@ def extrapolate_out(out: Tensor, before: Tensor, ahead: Tensor, dtype: torch.dty
 
         return triton_states.extrapolate_out(out, before, ahead, dtype=dtype)
     return _along(out, before, ahead[:, None, None], dtype)
+
+
+def merged_out(states: list[AttnState]) -> Tensor:
+    """The output over all their keys, as `merge` has it; no gradients."""
+    if len(states) > 1 and _fused(states[0].out.device):
+        from foveate.kernels import triton_states
+
+        return triton_states.merge_out([state.out for state in states], [state.lse for state in states])
+    return merge(*states).out
 
 
 def _along(out: Tensor, before: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from test_triton_states import TOLERANCE, check
+from test_triton_states import TOLERANCE, check, check_merge
 
 
 @pytest.mark.parametrize("dim", [32, 96, 128])
@@ -19,3 +19,9 @@ from test_triton_states import TOLERANCE, check
 @pytest.mark.parametrize("result", TOLERANCE)
 def test_the_definition(dim: int, dtype: torch.dtype, result: torch.dtype) -> None:
     check("cuda", 105, 3, dim, dtype, result)
+
+
+@pytest.mark.parametrize("count", [2, 9])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_merging(count: int, dtype: torch.dtype) -> None:
+    check_merge("cuda", count, 105, 128, dtype)
