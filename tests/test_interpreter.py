@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("test_triton_sparse.py", "test_kernels_select.py", "test_triton_rotary.py", "test_triton_states.py")
+FILES = ("test_triton_sparse.py", "test_kernels_select.py", "test_triton_rotary.py")
 
 
 @pytest.mark.parametrize("name", FILES)

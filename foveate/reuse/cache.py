@@ -3,15 +3,11 @@
 Shapes: B batch, S tokens of this process, H heads, D head dim.
 """
 
-import logging
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from foveate.attention import AttnState, merge, unavailable
+from foveate.attention import AttnState
 
-log = logging.getLogger("foveate")
 Span = tuple[int, int]
 
 
@@ -86,11 +82,6 @@ def extrapolate(state: AttnState, before: AttnState, ahead: Tensor, clamp: float
 
     Rows with an lse that is not finite, now or before, stay.
     """
-    if _fused(state.out.device):
-        from foveate.kernels import triton_states
-
-        moved = triton_states.extrapolate(state.out, before.out, ahead, state.lse, before.lse, clamp, dtype=dtype)
-        return AttnState(*moved)
     change = state.lse - before.lse
     known = change.isfinite()
     move = (ahead * change).clamp(-clamp, clamp).where(known, 0.0)
@@ -100,37 +91,11 @@ def extrapolate(state: AttnState, before: AttnState, ahead: Tensor, clamp: float
 
 def extrapolate_out(out: Tensor, before: Tensor, ahead: Tensor, dtype: torch.dtype) -> Tensor:
     """out + ahead * (out - before), for out (B, S, H, D) and float32 ahead (S,)."""
-    if _fused(out.device):
-        from foveate.kernels import triton_states
-
-        return triton_states.extrapolate_out(out, before, ahead, dtype=dtype)
     return _along(out, before, ahead[:, None, None], dtype)
 
 
-def merged_out(states: list[AttnState]) -> Tensor:
-    """The output over all their keys, as `merge` has it; no gradients."""
-    if len(states) > 1 and _fused(states[0].out.device):
-        from foveate.kernels import triton_states
-
-        return triton_states.merge_out([state.out for state in states], [state.lse for state in states])
-    return merge(*states).out
-
-
 def _along(out: Tensor, before: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
-    """In float32, rounded once."""
-    out = out.float()
-    return torch.addcmul(out, out - before.float(), steps).to(dtype)
-
-
-@cache
-def _fused(device: torch.device) -> bool:
-    """Whether one kernel can do it; why not, on a card, is logged once."""
-    if device.type != "cuda":
-        return False
-    missing = unavailable("triton", "cuda")
-    if missing is not None:
-        log.info("reuse: held states are moved by torch, in several passes; triton %s", missing)
-    return missing is None
+    return torch.addcmul(out, out - before, steps.to(out.dtype)).to(dtype)
 
 
 def between(state: AttnState, rows: Span) -> AttnState:

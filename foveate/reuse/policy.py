@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.attention import AttnState, Layer, Policy, attend
+from foveate.attention import AttnState, Layer, Policy, attend, merge
 from foveate.reuse.branch import Branch
-from foveate.reuse.cache import Span, between, merged_out
+from foveate.reuse.cache import Span, between
 from foveate.reuse.config import ReuseConfig
 from foveate.reuse.keys import Keys, joined
 from foveate.reuse.layout import Layout, one_process
@@ -241,7 +241,7 @@ class Reuse:
             fetched.finish()
         measure(branch, index, q, k, v, states, own)
         self._remember(branch, index, states)
-        out = merged_out(states if own is None else [*states, own])
+        out = merge(*states, *([] if own is None else [own])).out
         return out if team is None else team.to_tokens(out, kv_heads, repeats, layer.grid, where)
 
     def _bundle(self, branch: Branch, index: int, number: int, q: Tensor, keys: Keys) -> AttnState:
