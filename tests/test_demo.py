@@ -31,7 +31,8 @@ def run(name: str, validation: float, *, seconds: tuple[float, float], switch: i
         policy=SimpleNamespace(computed={"sparse": 70 * config.model.depth}),
         validation=[SimpleNamespace(clips=np.zeros((1, 3, config.frames, config.height, config.width)))],
     )
-    return demo_runs.Run(name, trainer, rows, validation)  # type: ignore[arg-type]
+    turns = (seconds[0 if name == "dense" else 1],) * 3
+    return demo_runs.Run(name, trainer, rows, validation, turns)  # type: ignore[arg-type]
 
 
 def verdicts(**change: demo_runs.Run) -> list[bool]:
@@ -78,6 +79,7 @@ def test_the_whole_demo_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert code == 1  # a toy of 12 steps keeps none of the demo's promises, and says so
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<video") == 4
+    assert "in turns (medians)" in page
     for name in ("sparse", "dense", "random"):
         assert len((tmp_path / "out" / name / "history.jsonl").read_text().splitlines()) == 12
     shared = [

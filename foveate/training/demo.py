@@ -9,7 +9,7 @@ from rich.table import Table
 from foveate.data import package_clips
 from foveate.training import recipes
 from foveate.training.demo_report import write
-from foveate.training.demo_runs import checks, generate_clips, judge, train_three
+from foveate.training.demo_runs import checks, generate_clips, judge, take_turns, train_three
 
 JUDGED_CLIPS = 6
 
@@ -24,6 +24,8 @@ def run_demo(out: Path, data: Path | None, generate_steps: int, console: Console
         with console.status("judging the runs, generating clips"):
             runs = judge(runs, JUDGED_CLIPS)
             clips = generate_clips(runs, generate_steps)
+        with console.status("timing steps, sparse and dense in turns"):
+            runs = take_turns(runs)
     verdicts = checks(runs)
     page = write(out / "report.html", runs, clips, verdicts, time.perf_counter() - began)
     table = Table("check", "", "measured")

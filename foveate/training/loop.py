@@ -101,7 +101,7 @@ class Trainer:
         history = self._history()
         with self._ctrl_c(), (config.out / "history.jsonl").open("a") as file:
             for batch in self.batches.loader(range(self.step, config.steps), config.workers):
-                row = self._train_step(batch.to(self.device))
+                row = self.train_step(batch.to(self.device))
                 if self.step % config.check_every == 0:
                     self._measure(row)
                 history.append(row)
@@ -116,7 +116,8 @@ class Trainer:
                     break
         return history
 
-    def _train_step(self, batch: Batch) -> dict:
+    def train_step(self, batch: Batch) -> dict:
+        """One step, on a batch of this device; its row of the history."""
         began = time.perf_counter()
         config, policy = self.config, self.policy
         policy.step = self.step
