@@ -108,6 +108,41 @@ def test_no_hits_are_told_once_where_hits_are_wanted(caplog: pytest.LogCaptureFi
         assert sum("was held at none" in record.message for record in caplog.records) == times
 
 
+@pytest.mark.parametrize("order", [0, 1])
+def test_a_caller_may_write_to_what_it_gets(order: Any) -> None:
+    target, x, label = model(), noise(), torch.tensor([1])
+
+    def outputs(spoil: bool) -> list[Tensor]:
+        found = []
+        with reuse(target, held(interval=3, warmup=2, order=order)) as handle:
+            for step in range(9):
+                with handle.during(step=step, sigma=1 - step / 10), torch.no_grad():
+                    out = target(x, torch.tensor([1 - step / 10]), label)
+                found.append(out.clone())
+                if spoil:
+                    out.mul_(2)
+        return found
+
+    for clean, spoilt in zip(outputs(False), outputs(True), strict=True):
+        assert torch.equal(clean, spoilt)
+
+
+def test_a_branch_that_ended_asks_for_no_anchors() -> None:
+    target, x, label = model(), noise(), torch.tensor([1])
+
+    def pattern(branches: Any) -> list[bool]:
+        with reuse(target, held(quality=0.5, warmup=3)) as handle, torch.no_grad():
+            for step in range(40):
+                for branch in branches(step):
+                    with handle.during(step=step, sigma=1 - step / 41, branch=branch):
+                        target(x, torch.tensor([1 - step / 41]), label)
+            return [record.reason == "output held" for record in handle.report().steps if record.branch == "cond"]
+
+    alone, left = pattern(lambda _: ["cond"]), pattern(lambda step: ["cond", "uncond"] if step < 12 else ["cond"])
+    assert any(alone[12:])
+    assert left == alone
+
+
 def test_the_next_request_is_what_a_fresh_process_gives() -> None:
     wanted = [{}, {"seed": 5}, {"label": 2}, {"size": (4, 8, 16)}, {"steps": 20}, {"guidance": 3.0}, {}]
     alone = []

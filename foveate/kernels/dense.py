@@ -66,7 +66,8 @@ def _by_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 def _for_kernel(x: Tensor) -> Tensor:
     """x (B, H, S, D) as kernels want it: GPU's read any strides over contiguous rows, in multiples of 16 bytes."""
     steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3]))
-    return x if x.is_cuda and x.stride(-1) == 1 and not any(step % 16 for step in steps) else x.contiguous()
+    aligned = x.stride(-1) == 1 and all(step > 0 and step % 16 == 0 for step in steps)
+    return x if x.is_cuda and aligned else x.contiguous()
 
 
 def _kernel(q: Tensor):

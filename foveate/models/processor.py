@@ -95,7 +95,7 @@ class Processor:
         to_out: Sequence[Callable[[Tensor], Tensor]],
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """q (B, S, H, D), k and v (B, S, G, D) in the model's token order -> (B, S, width), same order, q's dtype.
+        """q (B, S, H, D), k and v (B, S, G, D) in the model's token order -> (B, S, width) in that order.
 
         to_out: the model's projection of (B, S, H * D), and what follows it. Tokens go back into the model's order
         between the two: that way the projection keeps for its backward the very output that attention keeps, where a

@@ -28,8 +28,8 @@ class ReuseConfig:
         compute some groups and hold others.
     local: whether a part's own group of keys is `held` like all others or computed `fresh` at every step.
     memory_gib: cap of held bytes on each device; None: a quarter of what is free when the first request begins.
-    dtype: of held outputs; None: the model's own. Their log-sum-exps are float32.
-    max_hold: the most steps in a row that a state is held when decided by quality.
+    dtype: of the `out` of held attention states; None: the model's own. Their log-sum-exps are float32.
+    max_hold: the most steps in a row that a state is held when decided by quality; of outputs one fewer.
     rows: query rows a device samples, at least 8 a part, to measure errors and drift.
     audit: also compute every held state of the sampled rows, for `report()`'s actual errors at every step and not at
         anchors only. Costs rows / tokens of exact attention; one process only.
@@ -79,6 +79,8 @@ class ReuseConfig:
             raise ValueError(
                 "hold='output', the default, holds no layer: cfg=2, states, local='fresh', audit need hold='attention'"
             )
+        if self.hold == "output" and (self.memory_gib is not None or self.dtype is not None):
+            raise ValueError("memory_gib and dtype are for held attention states: give hold='attention' too")
         for name in ("groups", "states", "max_hold", "rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -93,8 +93,9 @@ class ReuseHandle:
         if self.config.hold == "output":
             now, guidance = partial(_now, installed, policy), _guidance(pipe, model)
             outputs = HeldOutput(
-                installed.root, self.config, now, lambda: policy.conditions, guidance, lambda: policy.request
-            )
+                installed.root, self.config, now, lambda: policy.conditions, guidance, lambda: policy.request,
+                together=team is not None,
+            )  # fmt: skip
             self.outputs.append(outputs)
             self._undo.append(outputs.remove)
 

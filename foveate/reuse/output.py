@@ -33,7 +33,7 @@ class Trail:
     grown: the remainder at the anchor that measured it, 0 where none has.
     """
 
-    last: Tensor
+    last: Tensor  # a copy: what a model returns is the caller's, who may write to it
     sigma: float
     before: Tensor | None = None
     sigma_before: float = 0.0
@@ -43,7 +43,7 @@ class Trail:
     def predict(self, sigma: float, config: ReuseConfig) -> Tensor:
         """The output at another noise level, in its dtype."""
         if config.order == 0 or self.before is None:
-            return self.last
+            return self.last.clone()
         ahead = (sigma - self.sigma) / (self.sigma - self.sigma_before)
         ahead *= 1.0 if config.damping is None else config.damping
         return (self.last.float() + ahead * (self.last.float() - self.before.float())).to(self.last.dtype)
@@ -56,7 +56,7 @@ class Trail:
             self.grown = self.remainder(sigma, config)
         if sigma != self.sigma:  # a second value at one level says nothing of the slope
             self.before, self.sigma_before = self.last, self.sigma
-        self.last, self.sigma = out, sigma
+        self.last, self.sigma = out.clone(), sigma
 
     def remainder(self, sigma: float, config: ReuseConfig) -> float:
         """How the error of holding grows with the noise level, up to a factor (Newton's remainder)."""
@@ -82,7 +82,8 @@ class Run(Generation):
 class HeldOutput:
     """In place of a transformer's `forward`, until `remove()`.
 
-    where, conditions, guidance: of the forward that begins. name: of the request that it belongs to.
+    where, conditions, guidance: of the forward that begins. name: of the request that it belongs to. together: all
+    ranks make one result, and so must decide alike.
     """
 
     def __init__(
@@ -93,9 +94,14 @@ class HeldOutput:
         conditions: Callable[[], list[Tensor]],
         guidance: Callable[[], Any],
         name: Callable[[], str],
+        together: bool = False,
     ):
         self.config, self._model, self._where = config, model, where
-        self._conditions, self._guidance, self._name = conditions, guidance, name
+        self._conditions, self._guidance, self._name, self._together = conditions, guidance, name, together
+        # Whatever compiles the model leaves these as they are.
+        disable: Any = torch.compiler.disable
+        self._begin, self._end = disable(self._hold), disable(self._remember)
+        self._now: tuple[Run, int, float, str]
         self.runs: dict[str, Run] = {}
         self.records: list[StepRecord] = []
         self._count = 0
@@ -109,27 +115,41 @@ class HeldOutput:
         model.forward = forward
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        held = self._begin(args, kwargs)
+        if held is not None:
+            return held
+        result = self._forward(*args, **kwargs)
+        self._end(result)
+        return result
+
+    def _hold(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """What a held forward returns; None where it must be computed."""
         step, sigma, branch = self._where()
         run = self._find(step, sigma, branch, args, kwargs)
-        trail = run.trails.get(branch)
         if step not in run.held:
             run.held[step] = self._decide(run, step, sigma)
             self._warn(run, step)
-        hold = run.held[step] and trail is not None
-        if hold:
-            assert trail is not None
-            result = run.form(trail.predict(sigma, self.config))
+        self._now = run, step, sigma, branch
+        trail = run.trails.get(branch)
+        if trail is None or not run.held[step]:
+            return None
+        self._note(hold=True)
+        return run.form(trail.predict(sigma, self.config))
+
+    def _remember(self, result: Any) -> None:
+        run, step, sigma, branch = self._now
+        out, run.form, run.anchor = _tensor(result), _form(result), step
+        trail = run.trails.get(branch)
+        if trail is None:
+            run.trails[branch] = Trail(out.clone(), sigma)
         else:
-            result = self._forward(*args, **kwargs)
-            out, run.form = _tensor(result), _form(result)
-            if trail is None:
-                run.trails[branch] = Trail(out, sigma)
-            else:
-                trail.renew(out, sigma, self.config)
-            run.anchor = step
+            trail.renew(out, sigma, self.config)
+        self._note(hold=False)
+
+    def _note(self, hold: bool) -> None:
+        run, step, sigma, branch = self._now
         run.seen(branch, step, sigma, self._conditions())
         self._record(run, step, sigma, branch, hold)
-        return result
 
     def _find(self, step: int, sigma: float, branch: str, args: tuple, kwargs: Mapping[str, Any]) -> Run:
         """The generation that this forward continues, or a new one where anything of its key has changed."""
@@ -152,6 +172,10 @@ class HeldOutput:
     def _decide(self, run: Run, step: int, sigma: float) -> bool:
         """Whether all branches are held at this step."""
         config = self.config
+        called = {name: last for name, (last, _) in run.steps.items()}
+        newest = max(called.values(), default=step)
+        for branch in [name for name in run.trails if called.get(name, newest) < newest]:
+            del run.trails[branch]  # no longer called: it must neither ask for anchors nor be gone on from
         usable = all(trail.before is not None or config.order == 0 for trail in run.trails.values())
         if config.exact or step < run.warm_until or not run.trails or not usable:
             return False
@@ -173,7 +197,7 @@ class HeldOutput:
         if not all(trail.grown for trail in trails):
             return float("inf")
         missed = torch.stack([trail.missed for trail in trails if trail.missed is not None])
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if self._together:
             dist.all_reduce(missed, dist.ReduceOp.MAX)
         growth = [trail.remainder(sigma, self.config) / trail.grown for trail in trails]
         return max(error * factor for error, factor in zip(missed.tolist(), growth, strict=True))

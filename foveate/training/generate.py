@@ -45,7 +45,7 @@ def load_predictor(path: Path, config: DiTConfig, device: str = "cpu") -> Sparse
 
 @contextmanager
 def reusing(model: VideoDiT, quality: float | None, console: Console) -> Iterator[None]:
-    """Attention states remembered across steps at this quality, and what that saved; nothing where it is None."""
+    """What earlier steps computed, reused at this quality, and what that saved; nothing where it is None."""
     if quality is None:
         yield
         return
