@@ -102,7 +102,7 @@ def demo(data: Path, out: Path) -> TrainConfig:
     return TrainConfig(
         data=data, out=out, exclude=DEMO_EXCLUDE, steps=74, lr=1.5e-5, warmup=10, ema=0.99, start_from=CHECKPOINT,
         device="cpu",
-        budget=0.18, dense_layers=(4,), rank=24, learn_from=8, learn_every=3, learn_rows=4, learn_lr=2e-3, stage1=12,
+        budget=0.16, dense_layers=(4,), rank=24, learn_from=8, learn_every=3, learn_rows=4, learn_lr=2e-3, stage1=12,
         check_every=12, checkpoint_every=30, validation_clips=2,
     )  # fmt: skip
 
