@@ -70,7 +70,7 @@ class HeldState:
         out = self.state.out[:, slice(*rows)]
         if self.before is None:
             return out.to(dtype)
-        return extrapolate_out(out, self.before.out[:, slice(*rows)], ahead, dtype)
+        return _along(out, self.before.out[:, slice(*rows)], ahead[:, None, None], dtype)
 
     def bytes(self) -> int:
         tensors = [x for state in (self.state, self.before) if state is not None for x in (state.out, state.lse)]
@@ -89,12 +89,8 @@ def extrapolate(state: AttnState, before: AttnState, ahead: Tensor, clamp: float
     return AttnState(_along(state.out, before.out, steps[..., None], dtype), state.lse + move)
 
 
-def extrapolate_out(out: Tensor, before: Tensor, ahead: Tensor, dtype: torch.dtype) -> Tensor:
-    """out + ahead * (out - before), for out (B, S, H, D) and float32 ahead (S,)."""
-    return _along(out, before, ahead[:, None, None], dtype)
-
-
 def _along(out: Tensor, before: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+    """out + steps * (out - before), for out (B, S, H, D) and float32 steps that broadcast to it."""
     return torch.addcmul(out, out - before, steps.to(out.dtype)).to(dtype)
 
 
