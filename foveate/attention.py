@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.autograd import forward_ad
 
 from foveate import costs
 from foveate.kernels import dense, fa4, reference
@@ -21,7 +24,7 @@ from foveate.tiles import Selection, VideoGrid
 
 log = logging.getLogger("foveate")
 
-HEAD_DIMS = (32, 64, 96, 128, 256)
+HEAD_DIMS = (32, 64, 96, 128, 256)  # of GPU kernels; others are filled up with zeros
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PERIPHERIES = ("drop", "pool")
 
@@ -47,7 +50,7 @@ def merge(first: AttnState, *others: AttnState) -> AttnState:
     """The state over the union of disjoint key sets; new tensors, differentiable, float32 inside (float64 kept).
 
     Merge many states in one call (or keep `out` in float32 between calls): rounding then happens once. An lse of
-    -inf counts for nothing, an lse of +inf for everything.
+    -inf counts for nothing, whatever its `out` holds, an lse of +inf for everything.
     """
     states = (first, *others)
     dtype = torch.promote_types(torch.float32, first.out.dtype)
@@ -61,7 +64,8 @@ def merge(first: AttnState, *others: AttnState) -> AttnState:
     empty = total == 0
     safe = total.masked_fill(empty, 1.0)
     shares = (weights / safe).transpose(-1, -2).unsqueeze(-1)
-    out = sum(share.to(dtype) * state.out.to(dtype) for share, state in zip(shares, states, strict=True))
+    outs = (state.out.to(dtype).masked_fill(share == 0, 0) for share, state in zip(shares, states, strict=True))
+    out = sum(share.to(dtype) * out for share, out in zip(shares, outs, strict=True))
     lse = torch.where(infinite, top, safe.log() + top)
     return AttnState(torch.as_tensor(out).to(first.out.dtype), lse)
 
@@ -107,7 +111,8 @@ def attend(
 ) -> AttnState:
     """Attention of q (B, S, H, D) over the selected tiles of k, v (B, S, G, D); dense without a selection.
 
-    S is in tile order where a selection is given; any strides; float32, float16, bfloat16 (float64 on `reference`).
+    S is in tile order where a selection is given; any strides; float32, float16, bfloat16, and float64, which only
+    `reference` serves (`auto` takes it). D is at most 256.
     scale: of the logits, 1 / sqrt(D) by default. periphery: what happens to tiles that are not selected, one value or
     one a head: `drop`, or `pool` (each takes part as one mean key and value, log(tokens) added to its logit); or a bool
     tensor (H,) on the device, True for `pool`, which CUDA graphs want.
@@ -116,9 +121,15 @@ def attend(
     and flash-attn-4's; `auto` takes the faster by the card's cost table (foveate/costs.py). deterministic: only
     backends whose backward repeats bit by bit.
 
-    Gradients flow to q, k, v from `out` and from `lse`. Raises ValueError for inputs a backend cannot serve exactly.
+    Gradients flow to q, k, v from `out` and from `lse`. A NaN or Inf in a key or value reaches the queries that keep
+    its tile, or pool it, and no other. Raises ValueError for inputs a backend cannot serve exactly, NotImplementedError
+    under forward-mode differentiation and the transforms of torch.func, which `reference` alone can follow.
     """
+    if backend == "auto" and q.dtype == torch.float64:
+        backend = "reference"
     _check(q, k, v, selection, backend)
+    if backend != "reference":
+        _refuse_transforms(q, k, v)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     pooled = _pooled(periphery, q.shape[2], q.device)
@@ -153,13 +164,17 @@ def _attend(
 
     wide: a result in float32, not rounded to q's dtype before if the kernel can help it, for merging.
     """
+    batch, tokens, heads, dim = q.shape
+    if not batch:
+        return torch.empty_like(q, dtype=torch.float32 if wide else None), q.new_empty(0, heads, tokens).float()
+    q, k, v = _fill_up(q, k, v)
     module, options = _load(kernel, q, words, kv_tile), _options(words, pooled, query_tile, kv_tile, scale)
     if hasattr(module, "check"):
         checked = {name: value for name, value in options.items() if name != "words"}
         module.check(q, k, v, deterministic=deterministic, **checked)
-    with torch.autocast(q.device.type, enabled=False):  # kernels choose their own precisions
+    with no_autocast(q.device):  # kernels choose their own precisions
         out, lse = module.forward(q, k, v, **options, **_width(module, wide))
-    return out.to(torch.float32 if wide else q.dtype).contiguous(), lse.contiguous()
+    return out[..., :dim].to(torch.float32 if wide else q.dtype).contiguous(), lse.contiguous()
 
 
 @_attend.register_fake
@@ -187,10 +202,14 @@ def _attend_backward(
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The one backward, of every kernel: it takes the (out, lse) that the forward returned. wide: as there."""
+    dim, dtype = q.shape[-1], torch.float32 if wide else q.dtype
+    if not len(q):
+        return torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
+    dout, q, k, v, out = _fill_up(dout, q, k, v, out)
     module, options = _load(kernel, q, words, kv_tile), _options(words, pooled, query_tile, kv_tile, scale)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         grads = module.backward(dout, dlse, q, k, v, out, lse, **options, **_width(module, wide))
-    dq, dk, dv = (grad.to(torch.float32 if wide else q.dtype).contiguous() for grad in grads)
+    dq, dk, dv = (grad[..., :dim].to(dtype).contiguous() for grad in grads)
     return dq, dk, dv
 
 
@@ -215,7 +234,42 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     return *grads, None, None, None, None, None, None, None, None
 
 
+def _refuse_second_derivatives(ctx: Any, *grads: Tensor | None) -> tuple:
+    raise NotImplementedError("attend has no second derivatives; backend='reference' has them")
+
+
 _attend.register_autograd(_differentiate, setup_context=_keep)
+_attend_backward.register_autograd(_refuse_second_derivatives)
+
+
+def _refuse_transforms(*tensors: Tensor) -> None:
+    """NotImplementedError where torch would run the operator below a transform, whose derivative would then be 0."""
+    if torch.compiler.is_compiling():
+        return
+    wrapped = any(functorch.is_gradtrackingtensor(x) or functorch.is_batchedtensor(x) for x in tensors)
+    if wrapped or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "attend knows reverse-mode autograd only, no forward mode and no transform of torch.func "
+            "(jvp, grad, vmap); backend='reference' follows them all"
+        )
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager:
+    """Autocast switched off on this device, where its type (`meta` has none) knows autocast."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
+def kernel_dim(dim: int, device: str) -> int:
+    """The head dim that kernels compute in: any on the CPU, elsewhere the next of `HEAD_DIMS`."""
+    return dim if device == "cpu" else next(size for size in HEAD_DIMS if size >= dim)
+
+
+def _fill_up(*tensors: Tensor) -> list[Tensor]:
+    """Zero columns up to `kernel_dim`: they change no logit, and what comes out of them is cut off."""
+    dim = tensors[0].shape[-1]
+    spare = kernel_dim(dim, tensors[0].device.type) - dim
+    return [torch.nn.functional.pad(x, (0, spare)) if spare else x for x in tensors]
 
 
 def _options(
@@ -246,11 +300,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, selection: Selection | None, backend
         raise ValueError(f"the {q.shape[2]} query heads do not divide into {k.shape[2]} key/value heads")
     allowed = (*DTYPES, torch.float64) if backend == "reference" else DTYPES
     if q.dtype not in allowed or not (q.dtype == k.dtype == v.dtype):
-        raise ValueError(f"q, k, v must share one of {allowed}, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(
+            f"q, k, v must share one of {', '.join(map(str, allowed))}, got {q.dtype}, {k.dtype}, {v.dtype}"
+            + ("; backend='reference' takes float64" if q.dtype == torch.float64 else "")
+        )
     if not (q.device == k.device == v.device):
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
-    if q.shape[-1] not in HEAD_DIMS:
-        raise ValueError(f"head dim must be one of {HEAD_DIMS}, got {q.shape[-1]}")
+    if not 1 <= q.shape[-1] <= max(HEAD_DIMS):
+        raise ValueError(f"head dim must lie in 1 ... {max(HEAD_DIMS)}, got {q.shape[-1]}")
     if q.shape[1] == 0 or k.shape[1] == 0:
         raise ValueError("attention needs at least one query and one key")
     if selection is not None:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from foveate import Predictor, select
 from foveate.attention import Dense, Layer, attend
 from foveate.models.dit import DiTConfig, VideoDiT, rotary_table, rotate
-from foveate.tiles import Selection
+from foveate.tiles import Selection, VideoGrid
 
 SMALL = DiTConfig(width=64, depth=2, heads=2)
 
@@ -124,3 +125,57 @@ def test_autocast_reaches_the_linear_layers_and_leaves_attention_alone() -> None
         rounded = model(x, sigma)
     rounded.sum().backward()
     assert (rounded - exact).norm() / exact.norm() < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_of_another_dtype_works_whole(dtype: torch.dtype) -> None:
+    config = DiTConfig(width=72, depth=1, heads=1, classes=3)  # a head dim that GPU kernels do not have
+    model, x, sigma, label = awake(config), torch.randn(1, 3, 4, 16, 20), torch.tensor([0.3]), torch.tensor([1])
+    exact = model(x, sigma, label)
+    out = model.to(dtype)(x, sigma, label)
+    out.float().square().mean().backward()
+    assert out.dtype == dtype
+    assert (out.double() - exact.double()).norm() / exact.norm() < (0.02 if dtype == torch.bfloat16 else 2e-3)
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_the_default_dtype_changes_no_table() -> None:
+    grid = VideoGrid(2, 3, 4)
+    table = rotary_table(grid, 24)
+    rotary_table.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(rotary_table(grid, 24), table)
+        model = VideoDiT(DiTConfig(width=48, depth=1, heads=2, text_dim=4))
+        assert model(torch.randn(1, 3, 1, 4, 4), torch.tensor([0.3]), torch.ones(1, 4)).dtype == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dials", "named"),
+    [
+        ({"depth": 0}, "model.depth"),
+        ({"heads": 0}, "model.heads"),
+        ({"heads": -2}, "model.heads"),
+        ({"classes": -1}, "model.classes"),
+        ({"mlp_ratio": 0}, "model.mlp_ratio"),
+        ({"patch": (1, 4)}, "model.patch"),
+        ({"patch": (1, 0, 4)}, "model.patch"),
+        ({"width": 128, "heads": 3}, "model.width 128 must split over model.heads 3"),
+        ({"width": 4, "heads": 1}, "head dim of 6 to 256"),
+        ({"width": 516, "heads": 2}, "head dim of 6 to 256"),
+    ],
+)
+def test_bad_dials_are_named_before_there_is_a_model(dials: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        DiTConfig(**dials)
+
+
+def test_a_head_dim_of_72_is_chosen_for_and_attended() -> None:
+    grid = VideoGrid(4, 8, 9)
+    q, k, v = torch.randn(3, 1, grid.tokens, 2, 72, generator=torch.Generator().manual_seed(0))
+    kept = select(q, k, grid, predictor=Predictor.fit(q, k, rank=16), budget=0.4)
+    assert 0.3 < float(kept.to_dense().float().mean()) < 0.5
+    out, truth = (attend(q, k, v, kept, periphery="pool", backend=name).out for name in ("torch", "reference"))
+    assert (out - truth).norm() / truth.norm() < 1e-5

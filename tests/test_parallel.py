@@ -171,6 +171,28 @@ def replicated(wrapper: str) -> dict[str, Tensor]:
     return found
 
 
+def sharded_in_bfloat16() -> tuple[float, str]:
+    """Distance of the FSDP2 model that computes in bfloat16 to the float32 one, and the dtype of its gradients."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, inputs, _ = dit()
+    with torch.no_grad():
+        exact = model(*inputs)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=mixed)
+    fully_shard(model, mp_policy=mixed)
+    out = model(*inputs)
+    out.float().square().mean().backward()
+    return float((out.detach().float() - exact).norm() / exact.norm()), str(full(model.embed.weight.grad).dtype)
+
+
+def test_the_built_in_model_computes_in_bfloat16_under_fsdp(worlds: Worlds) -> None:
+    for error, dtype in worlds(2).run(sharded_in_bfloat16):
+        assert 0 < error < 0.03
+        assert dtype == "torch.float32"
+
+
 def one_clip(selection: Selection) -> Selection:
     return Selection(selection.words[:1], selection.grid)
 

@@ -45,20 +45,30 @@ def forward(
     heads, tokens = q.shape[2], k.shape[1]
     qh, kh, vh = (x.to(work).transpose(1, 2) for x in (q, k, v))
     kh, vh = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (kh, vh))
-    logits = scale * qh @ kh.transpose(-1, -2)
-    values = vh
-    if words is not None:
-        sizes = tile_sizes(tokens, kv_tile, q.device)
-        kept = unpack(words, len(sizes)).repeat_interleave(query_tile, dim=2)[:, :, : q.shape[1]]
-        logits = logits.masked_fill(~kept.repeat_interleave(sizes, dim=3), -torch.inf)
-        if pooled is not None:
-            means = tile_means(kh, kv_tile)
-            far = scale * qh @ means.transpose(-1, -2) + sizes.to(work).log()
-            far = far.masked_fill(kept | ~pooled[:, None, None], -torch.inf)
-            logits = torch.cat([logits, far], dim=-1)
-            values = torch.cat([values, tile_means(vh, kv_tile)], dim=2)
-    out, lse = _softmax(logits, values)
+    if words is None:
+        out, lse = _softmax(scale * qh @ kh.mT, vh)
+        return out.transpose(1, 2).to(q.dtype), lse
+    sizes = tile_sizes(tokens, kv_tile, q.device)
+    kept = unpack(words, len(sizes))
+    taken = kept.repeat_interleave(sizes, dim=3, output_size=tokens)
+    bias = torch.zeros(tokens, dtype=work, device=q.device)
+    if pooled is not None:
+        kh, vh = (torch.cat([x, tile_means(x, kv_tile)], dim=2) for x in (kh, vh))
+        taken = torch.cat([taken, ~kept & pooled[:, None, None]], dim=3)
+        bias = torch.cat([bias, sizes.to(work).log()])
+    parts = [
+        _row(rows, kh, vh, row, scale, bias) for rows, row in zip(qh.split(query_tile, 2), taken.unbind(2), strict=True)
+    ]
+    out, lse = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
     return out.transpose(1, 2).to(q.dtype), lse
+
+
+def _row(q: Tensor, k: Tensor, v: Tensor, taken: Tensor, scale: float, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """One query tile q (B, H, m, D) over the keys of `taken` (B, H, S). The others are zeros to it: weighed 0, a NaN in
+    them would still spread, forward and backward."""
+    k, v = (x.masked_fill(~taken.unsqueeze(-1), 0.0) for x in (k, v))
+    logits = scale * q @ k.mT + bias
+    return _softmax(logits.masked_fill(~taken.unsqueeze(2), -torch.inf), v)
 
 
 def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

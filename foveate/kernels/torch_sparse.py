@@ -92,7 +92,11 @@ class _Group:
 
 
 class _Job:
-    """Inputs cut into rows and tiles, in float32: q (B * H * R, m, D), k and v (B * G * (N + E), T * D)."""
+    """Inputs cut into rows and tiles, in float32: q (B * H * R, m, D), k and v (B * G * (N + E) + 1, T * D).
+
+    The last tile of k and v is zeros. Rows that keep fewer tiles than their group are filled up with it: a tile that
+    they do not keep, though weighed 0, would spread a NaN.
+    """
 
     def __init__(self, q, k, v, words, query_tile: int, kv_tile: int, pooled: Tensor | None):
         self.batch, self.tokens, self.heads, self.dim = q.shape
@@ -117,10 +121,12 @@ class _Job:
         return x.unflatten(2, (-1, self.query_tile)).flatten(0, 2).contiguous()
 
     def _table(self, x: Tensor) -> Tensor:
-        """(B, G, S, D) -> (B * G * (N + E), T * D): each head's tiles, then its tile means, filled up with zeros."""
+        """(B, G, S, D) -> (B * G * (N + E) + 1, T * D): each head's tiles, then its tile means, filled up with zeros,
+        and at the end one tile of zeros."""
         parts = [x] if not self.extra else [x, tile_means(x, self.kv_tile)]
         tiles = [pad(part, (0, 0, 0, -part.shape[2] % self.kv_tile)) for part in parts]
-        return torch.cat(tiles, 2).unflatten(2, (-1, self.kv_tile)).flatten(0, 2).flatten(1).contiguous()
+        table = torch.cat(tiles, 2).unflatten(2, (-1, self.kv_tile)).flatten(0, 2).flatten(1)
+        return pad(table, (0, 0, 0, 1))
 
     def gathered(self, group: _Group) -> tuple[Tensor, Tensor]:
         """Keys and values (g, 1, c, D) of a group's rows."""
@@ -136,7 +142,7 @@ class _Job:
 
     def keys_first(self, table: Tensor) -> Tensor:
         """Gradients of the table -> (B, S, G, D): a tile's own, and its mean's shared by its tokens."""
-        table = table.view(self.batch, self.kv_heads, self.count + self.extra, self.kv_tile, self.dim)
+        table = table[:-1].view(self.batch, self.kv_heads, self.count + self.extra, self.kv_tile, self.dim)
         tiles = table[:, :, : self.count]
         if self.extra:
             means = table[:, :, self.count :].flatten(2, 3)[:, :, : self.count]
@@ -166,12 +172,14 @@ class _Job:
     def _group(self, rows: Tensor, first: Tensor, most: int, least: int, pool: bool) -> _Group:
         local = self.index[rows, :most]
         bias = self._bias(rows, local, most == least, pool)
+        gone = torch.arange(most, device=rows.device) >= self.counts[rows, None]
+        tiles = (local + first[rows, None]).masked_fill(gone, len(self.k) - 1)
         if pool:
             means = torch.arange(self.count, self.count + self.extra, device=rows.device)
-            local = torch.cat([local, means.expand(len(rows), -1)], 1)
+            tiles = torch.cat([tiles, means + first[rows, None]], 1)
         if bias is not None:
             bias = bias[:, None, None].expand(-1, -1, self.query_tile, -1)
-        return _Group(rows, (local + first[rows, None]).flatten(), bias)
+        return _Group(rows, tiles.flatten(), bias)
 
     def _bias(self, rows: Tensor, local: Tensor, even: bool, pool: bool) -> Tensor | None:
         """(g, c): -inf for tiles past a row's count, for tokens that the short last tile lacks, and for means of kept

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foveate.attention import Dense, Layer, Policy
+from foveate.attention import HEAD_DIMS, Dense, Layer, Policy
 from foveate.tiles import VideoGrid
 
 
@@ -33,14 +33,20 @@ class DiTConfig:
     text_dim: int = 0
 
     def __post_init__(self) -> None:
-        if self.width % self.heads or self.head_dim % 2 or self.head_dim < 6:
+        least = {"channels": 1, "width": 1, "depth": 1, "heads": 1, "mlp_ratio": 1, "classes": 0, "text_dim": 0}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ValueError(f"model.{name} must be at least {lowest}, got {getattr(self, name)}")
+        if len(self.patch) != 3 or min(self.patch) < 1:
+            raise ValueError(f"model.patch must be three sizes of at least 1 (frames, height, width), got {self.patch}")
+        even = self.width % self.heads == 0 and self.head_dim % 2 == 0
+        if not even or not 6 <= self.head_dim <= max(HEAD_DIMS):
             raise ValueError(
-                f"width {self.width} must split over {self.heads} heads into an even head dim of at least 6"
+                f"model.width {self.width} must split over model.heads {self.heads} into an even head dim of 6 to "
+                f"{max(HEAD_DIMS)}, which is what attention kernels take"
             )
         if self.classes and self.text_dim:
-            raise ValueError("condition on classes or on text_dim, not on both")
-        if min(self.channels, self.depth, *self.patch) < 1:
-            raise ValueError(f"channels, depth and patch sizes must be at least 1, got {self}")
+            raise ValueError("condition the model on model.classes or on model.text_dim, not on both")
 
     @property
     def head_dim(self) -> int:
@@ -57,7 +63,9 @@ class DiTConfig:
         """The token grid of a video of frames x height x width; a ValueError where the patches do not fit."""
         sizes = (frames, height, width)
         if any(size % edge for size, edge in zip(sizes, self.patch, strict=True)):
-            raise ValueError(f"frames, height, width {sizes} must be multiples of the patch {self.patch}")
+            raise ValueError(f"frames, height, width {sizes} must be multiples of model.patch {self.patch}")
+        if min(sizes) < 1:
+            raise ValueError(f"frames, height, width must be at least 1, got {sizes}")
         return VideoGrid(frames // self.patch[0], height // self.patch[1], width // self.patch[2])
 
 
@@ -66,6 +74,8 @@ class VideoDiT(nn.Module):
 
     forward(x (B, C, F, Y, X), sigma (B,) in 0 ... 1, condition) -> (B, C, F, Y, X). condition: int64 labels (B,) in
     0 ... classes, where `classes` itself means none; or a text embedding (B, text_dim), zeros for none; or None.
+    x and embeddings are cast to the weights' dtype; give sigma in float32, 16 bits blur its steps. The result has the
+    dtype that the last layer computes in.
     """
 
     def __init__(self, config: DiTConfig):
@@ -95,7 +105,7 @@ class VideoDiT(nn.Module):
         grid = self.config.grid(*x.shape[2:])
         order = grid.order().to(x.device)
         rotary = rotary_table(grid, self.config.head_dim).to(x.device)[order]
-        tokens = self.embed(self._patchify(x)[:, order])
+        tokens = self.embed(self._patchify(x)[:, order].to(self.embed.weight.dtype))
         signal = F.silu(self._condition(sigma, condition))
         for block in self.blocks:
             tokens = block(tokens, signal, rotary, grid, self.policy)
@@ -104,12 +114,12 @@ class VideoDiT(nn.Module):
         return self._unpatchify(tokens[:, grid.inverse().to(x.device)], grid)
 
     def _condition(self, sigma: Tensor, condition: Tensor | None) -> Tensor:
-        signal = self.time(sinusoids(sigma, 256))
+        signal = self.time(sinusoids(sigma, 256).to(self.embed.weight.dtype))
         if self.config.classes:
             none = torch.full_like(sigma, self.config.classes, dtype=torch.int64)
             return signal + self.label(none if condition is None else condition)
         if self.config.text_dim and condition is not None:
-            return signal + self.text(condition)
+            return signal + self.text(condition.to(self.embed.weight.dtype))
         return signal
 
     def _patchify(self, x: Tensor) -> Tensor:
@@ -158,8 +168,8 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 def sinusoids(sigma: Tensor, dim: int) -> Tensor:
-    """Sine and cosine features (B, dim) of a noise level in 0 ... 1."""
-    rates = torch.exp(-math.log(10_000) * torch.arange(dim // 2, device=sigma.device) / (dim // 2))
+    """Sine and cosine features (B, dim), float32, of a noise level in 0 ... 1."""
+    rates = torch.exp(-math.log(10_000) * torch.arange(dim // 2, device=sigma.device, dtype=torch.float32) / (dim // 2))
     angles = 1000.0 * sigma.float()[:, None] * rates
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
@@ -167,12 +177,13 @@ def sinusoids(sigma: Tensor, dim: int) -> Tensor:
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # as for the tile order: cached, so it must serve training too
 def rotary_table(grid: VideoGrid, dim: int) -> Tensor:
-    """Unit complex numbers (S, dim / 2), raster order, to rotate pairs by: a third of the pairs for each axis."""
+    """Unit complex numbers (S, dim / 2) of float32, raster order, to rotate pairs by: a third of them for each axis."""
     pairs = dim // 2
     shares = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
-    axes = torch.meshgrid(torch.arange(grid.frames), torch.arange(grid.height), torch.arange(grid.width), indexing="ij")
+    places = (torch.arange(size, dtype=torch.float32) for size in (grid.frames, grid.height, grid.width))
+    axes = torch.meshgrid(*places, indexing="ij")
     angles = [
-        axis.flatten()[:, None] * torch.exp(-math.log(100.0) * torch.arange(share) / max(share, 1))
+        axis.flatten()[:, None] * torch.exp(-math.log(100.0) * torch.arange(share, dtype=torch.float32) / max(share, 1))
         for axis, share in zip(axes, shares, strict=True)
     ]
     angle = torch.cat(angles, dim=-1)
@@ -180,6 +191,6 @@ def rotary_table(grid: VideoGrid, dim: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of x (B, S, H, D) by the table (S, D / 2), in float32."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    """Rotate neighbouring pairs of x (B, S, H, D) by the table (S, D / 2), in float32 (float64 is kept)."""
+    pairs = torch.view_as_complex(x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotary[:, None]).flatten(-2)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from foveate.attention import Layer, Policy, unavailable
+from foveate.attention import Layer, Policy, no_autocast, unavailable
 from foveate.tiles import VideoGrid
 
 Shard = Callable[[VideoGrid], tuple[int, int]]
@@ -119,7 +119,7 @@ class Processor:
         # To the compiler a name is a constant, for which every block would be compiled anew.
         name = "" if torch.compiler.is_compiling() else self.name
         layer = Layer(self.foveate_layer, name, call.grid, call.step, call.branch, call.sigma)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device):
             out = self.context.policy(layer, q, k, v)
         project, *rest = to_out
         out = _reorder(project(out.to(dtype).flatten(2)), call.to_model, call.to_tiles)

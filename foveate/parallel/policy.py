@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foveate.attention import Dense, Layer, Policy, attend
+from foveate.attention import Dense, Layer, Policy, attend, no_autocast
 from foveate.parallel.buffers import Buffers
 from foveate.parallel.comm import TIMEOUT, Group, Shards, partition
 from foveate.parallel.headwise import Heads, exchange_qkv, own_heads, return_out
@@ -126,7 +126,7 @@ class Parallel:
         if q.shape[1] != shards.sizes[me]:
             raise ValueError(f"{layer.name}: rank {me} has {q.shape[1]} tokens, its shard {shards.sizes[me]}")
         self.shape, self.grid = (q.shape[0], q.shape[2], q.shape[3], q.element_size()), layer.grid
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device):
             out = self._compute(layer, q, k, v, shards)
         if isinstance(self.inner, Sparse) and self.inner.weighs:
             self.inner.influence.watch(layer.index, out, self._over_ranks)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.attention import AttnState, choose_backend, merge
+from foveate.attention import AttnState, choose_backend, merge, no_autocast
 from foveate.kernels.bits import pack, unpack
 from foveate.kernels.select import forced_tiles, keep, octant_means, project, tile_mass
 from foveate.parallel.buffers import Buffers
@@ -201,7 +201,7 @@ def select_sequence(q: Tensor, k: Tensor, choice: Choice, shards: Shards, group:
     """
     heads, groups = q.shape[2], k.shape[2]
     scale = q.shape[-1] ** -0.5
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         own = project(octant_means(k), choice.b, heads).movedim(2, 0).contiguous()
         octants = [-(-size // OCTANT) for size in shards.sizes]
         arriving = group.gather(own, octants, f"octant keys of {where}")

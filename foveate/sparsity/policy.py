@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.attention import AttnState, Layer, attend
+from foveate.attention import AttnState, Layer, attend, no_autocast
 from foveate.sparsity import compiled
 from foveate.sparsity.influence import Influence
 from foveate.sparsity.predictor import Learner, Predictor, Sight
@@ -141,7 +141,7 @@ class Sparse:
         self, layer: Layer, mode: str, selection: Selection | None, q: Tensor, k: Tensor, v: Tensor
     ) -> AttnState:
         """Attention as `choose` said, in the precision of q, k, v whatever autocast says."""
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device):
             if mode == "dense":
                 return attend(q, k, v)
             return attend(q, k, v, selection, periphery=self.periphery(layer.index), backend=self.backend)

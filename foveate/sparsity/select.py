@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foveate.attention import choose_backend
+from foveate.attention import choose_backend, no_autocast
 from foveate.kernels.bits import WORD
 from foveate.kernels.select import keep
 from foveate.sparsity.predictor import Predictor
@@ -45,7 +45,7 @@ def select(
         raise ValueError("pass exactly one of budget and mass")
     heads, dim = q.shape[2:]
     a, b = (None, None) if predictor is None else (predictor.a, predictor.b)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         words = _predict_words(
             q,
             k,
