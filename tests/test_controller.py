@@ -4,6 +4,7 @@ Shapes: B batch, S tokens, H heads, D head dim, W width.
 """
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -303,3 +304,10 @@ def test_profiles_travel_as_one_tensor() -> None:
 def test_bad_settings_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SparsityConfig(**arguments)
+
+
+def test_a_configuration_may_be_given_another_goal() -> None:
+    """What nobody set is not set: the default tolerance does not stand in the way of a budget."""
+    assert SparsityConfig().goal == 0.005
+    assert replace(SparsityConfig(), budget=0.1).goal is None
+    assert replace(SparsityConfig(), rule="dsv").goal is None

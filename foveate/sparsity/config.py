@@ -88,8 +88,6 @@ class SparsityConfig:
             raise ValueError(f"rule 'dsv' finds budgets from dsv_mass; it has no use for a {given[0]}")
         if self.rule == "dsv" and self.periphery == "pool":
             raise ValueError("rule 'dsv' drops what it does not select; leave periphery as it is")
-        if self.rule == "error" and not given:
-            object.__setattr__(self, "tolerance", TOLERANCE)
         if self.tolerance is not None and not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance is a relative increase of the loss, in (0, 1), got {self.tolerance}")
         if self.budget is not None:
@@ -98,3 +96,10 @@ class SparsityConfig:
                 raise ValueError(f"budget must be above 0 and at most 1, got {self.budget}")
         if self.training_free_steps < 0 or (self.training_free_steps and self.budget is None):
             raise ValueError("training_free_steps needs a budget, and to be at least 0: there is no loss to go by")
+
+    @property
+    def goal(self) -> float | None:
+        """The tolerance that budgets are found by; None where they are given, or DSV's rule finds them."""
+        if self.rule != "error" or self.budget is not None:
+            return None
+        return TOLERANCE if self.tolerance is None else self.tolerance

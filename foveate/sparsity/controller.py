@@ -97,7 +97,7 @@ def advance(
     """
     if config.rule == "dsv" or config.budget is not None:
         return _fixed(control, config, profile, gap, step, price)
-    assert config.tolerance is not None
+    assert config.goal is not None
     before = control.decision
 
     def plan_at(level: float) -> Plan:
@@ -105,7 +105,7 @@ def advance(
         return place(*found, price, before.plan, config.dense_layers)
 
     # Nothing sparse costs nothing. The level may then rise until something pays, which is measured before it is used.
-    moved = _move(control, 0.0 if gap is None else gap, config.tolerance)
+    moved = _move(control, 0.0 if gap is None else gap, config.goal)
     most = max(LOWEST, most_useful(profile, config.periphery, influence))
     moved = replace(moved, epsilon=min(moved.epsilon, most), streak=0 if gap is None else moved.streak)
     plan = plan_at(moved.epsilon)
@@ -119,7 +119,7 @@ def advance(
     settled = idle or (plan == before.plan and active == before.active and moved.streak > 0)
     near = before.active or active or moved.streak > 0  # otherwise dense training may go on for long
     interval = config.often if near and not settled else min(config.rare, control.interval * 3 // 2)
-    reason = _reason(before, active, plan, gap, config.tolerance)
+    reason = _reason(before, active, plan, gap, config.goal)
     decision = before if settled else Decision(step, active, plan, reason)
     return replace(moved, decision=decision, gap=gap, interval=interval, due=step + interval)
 
@@ -143,9 +143,9 @@ def _move(control: Control, gap: float, tolerance: float) -> Control:
 
 
 def _active(before: bool, streak: int, gap: float, config: SparsityConfig) -> bool:
-    assert config.tolerance is not None
+    assert config.goal is not None
     if before:
-        return gap <= ALARM * config.tolerance and streak > -2
+        return gap <= ALARM * config.goal and streak > -2
     return streak >= 2
 
 

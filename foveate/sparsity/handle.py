@@ -127,7 +127,7 @@ class Handle:
         self.policy.learning = not self.config.training_free_steps and (
             not active or upcoming % self.config.teach_every == 0
         )
-        self.policy.weighs = self.policy.learning and self.config.tolerance is not None
+        self.policy.weighs = self.policy.learning and self.config.goal is not None
 
     def _measure(self, closure: Callable[[], Tensor] | None, loss: float | None) -> None:
         """One pair, and after the last pair of a measurement the profile and a decision."""
