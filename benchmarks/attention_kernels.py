@@ -59,7 +59,7 @@ def ours(query_tile: int = 64, pool: bool = False) -> Callable[[Case], tuple[Job
     def build(case: Case) -> tuple[Job, Job]:
         q, k, v, dout = case.inputs
         words = bits.pack(case.mask(query_tile, 64))
-        pooled = torch.ones(case.heads, dtype=torch.bool, device="cuda") if pool else None
+        pooled = torch.zeros(case.heads, device="cuda") if pool else None
         options = {"query_tile": query_tile, "kv_tile": 64, "scale": case.dim**-0.5, "pooled": pooled}
         out, lse = triton_sparse.forward(q, k, v, words, **options)
         return (

@@ -48,7 +48,7 @@ def errors(name: str, case: Case) -> tuple[float, float]:
     *qkv, dout = (x.double() for x in case.inputs)
     leaves = [x.requires_grad_() for x in qkv]
     words = bits.pack(case.mask(query_tile, kv_tile)) if query_tile and kv_tile else None
-    pooled = torch.ones(case.heads, dtype=torch.bool, device="cuda") if "pooled" in name else None
+    pooled = torch.zeros(case.heads, device="cuda") if "pooled" in name else None
     tiles = {"query_tile": query_tile or 64, "kv_tile": kv_tile or 64}
     out, _ = reference.forward(leaves[0], leaves[1], leaves[2], words, scale=case.dim**-0.5, pooled=pooled, **tiles)
     expected = [out, *torch.autograd.grad(out, leaves, dout)]

@@ -20,13 +20,15 @@ from torch.autograd import forward_ad
 
 from foveate import costs
 from foveate.kernels import dense, fa4, reference
+from foveate.kernels.periphery import constants_gradient
 from foveate.tiles import Selection, VideoGrid
 
 log = logging.getLogger("foveate")
 
 HEAD_DIMS = (32, 64, 96, 128, 256)  # of GPU kernels; others are filled up with zeros
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PERIPHERIES = ("drop", "pool")
+PERIPHERIES = {"drop": -torch.inf, "pool": 0.0}
+Periphery = str | float | Sequence[str | float] | Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +107,7 @@ def attend(
     selection: Selection | None = None,
     *,
     scale: float | None = None,
-    periphery: str | Sequence[str] | Tensor = "drop",
+    periphery: Periphery = "drop",
     backend: str = "auto",
     deterministic: bool = False,
 ) -> AttnState:
@@ -114,8 +116,9 @@ def attend(
     S is in tile order where a selection is given; any strides; float32, float16, bfloat16, and float64, which only
     `reference` serves (`auto` takes it). D is at most 256.
     scale: of the logits, 1 / sqrt(D) by default. periphery: what happens to tiles that are not selected, one value or
-    one a head: `drop`, or `pool` (each takes part as one mean key and value, log(tokens) added to its logit); or a bool
-    tensor (H,) on the device, True for `pool`, which CUDA graphs want.
+    one a head: `drop`, `pool` (each takes part as one mean key and value, log(tokens) added to its logit), or a number,
+    a constant added to those logits besides (0 is `pool`, -inf `drop`, less than 0 trusts the means less); or a float
+    tensor (H,) of such constants on the device, which CUDA graphs want and which may be learned.
     backend: `reference` (slow oracle), `torch` (any device), `triton` (NVIDIA), `fa4` (flash-attn-4, 128-token tiles),
     or `auto`, whose choice is logged once. Dense attention has two: torch's own kernels, behind all names but `fa4`,
     and flash-attn-4's; `auto` takes the faster by the card's cost table (foveate/costs.py). deterministic: only
@@ -231,7 +234,11 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     q, k, v, out, lse, words, pooled = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     grads = _attend_backward(dout, dlse, q, k, v, out, lse, words, pooled, *ctx.options)
-    return *grads, None, None, None, None, None, None, None, None
+    constants = None
+    if ctx.needs_input_grad[4]:
+        _, *sizes = ctx.options
+        constants = constants_gradient(dout, dlse, q, k, v, out, lse, **_options(words, pooled, *sizes))
+    return *grads, None, constants, None, None, None, None, None, None
 
 
 def _refuse_second_derivatives(ctx: Any, *grads: Tensor | None) -> tuple:
@@ -277,7 +284,7 @@ def _options(
 ) -> dict[str, Any]:
     if words is None:
         return {"scale": scale}
-    return {"words": words, "pooled": pooled, "query_tile": query_tile, "kv_tile": kv_tile, "scale": scale}
+    return {"words": words, "pooled": _constants(pooled), "query_tile": query_tile, "kv_tile": kv_tile, "scale": scale}
 
 
 def _width(module: ModuleType, wide: bool) -> dict[str, torch.dtype]:
@@ -329,20 +336,33 @@ def _check_selection(q: Tensor, k: Tensor, selection: Selection) -> None:
         raise ValueError(f"the selection is on {selection.words.device}, q on {q.device}; use selection.to(q.device)")
 
 
-def _pooled(periphery: str | Sequence[str] | Tensor, heads: int, device: torch.device) -> Tensor | None:
-    """bool (H,) of heads with a pooled periphery, None where there is none."""
+def _pooled(periphery: Periphery, heads: int, device: torch.device) -> Tensor | None:
+    """float32 (H,): the constant of each head's periphery, -inf where it is dropped; None where all are."""
     if isinstance(periphery, Tensor):
-        if periphery.dtype != torch.bool or periphery.shape != (heads,):
-            raise ValueError(f"periphery as a tensor must be bool ({heads},), got {periphery.dtype} {periphery.shape}")
-        return periphery
-    names = [periphery] * heads if isinstance(periphery, str) else list(periphery)
-    if len(names) != heads or any(name not in PERIPHERIES for name in names):
+        if periphery.dtype not in (torch.bool, torch.float32) or periphery.shape != (heads,):
+            raise ValueError(
+                f"periphery as a tensor must be float32 or bool ({heads},), got {periphery.dtype} {periphery.shape}"
+            )
+        return _constants(periphery)
+    listed = [periphery] * heads if isinstance(periphery, str | int | float) else list(periphery)
+    if len(listed) != heads or not all(_is_periphery(one) for one in listed):
         raise ValueError(
-            f"periphery must be 'drop' or 'pool', or one of them for each of {heads} heads, got {periphery!r}"
+            "periphery must be 'drop', 'pool' or a number below infinity, or one of them for each of "
+            f"{heads} heads, got {periphery!r}"
         )
-    if "pool" not in names:
-        return None
-    return torch.tensor([name == "pool" for name in names], device=device)
+    constants = [PERIPHERIES[one] if isinstance(one, str) else float(one) for one in listed]
+    return None if max(constants) == -torch.inf else torch.tensor(constants, device=device)
+
+
+def _constants(pooled: Tensor | None) -> Tensor | None:
+    """Pooled heads, bool (H,), as constants: 0 where True, -inf where False."""
+    if pooled is None or pooled.dtype != torch.bool:
+        return pooled
+    return torch.where(pooled, 0.0, -torch.inf)
+
+
+def _is_periphery(one: object) -> bool:
+    return one in PERIPHERIES if isinstance(one, str) else isinstance(one, int | float) and one < torch.inf
 
 
 BACKENDS: dict[str, str] = {

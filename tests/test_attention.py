@@ -70,7 +70,7 @@ def draw_inputs(
     batch=st.integers(1, 2),
     query_tile=st.sampled_from([64, 128]),
     density=st.sampled_from([0.0, 0.03, 0.3, 1.0]),
-    periphery=st.sampled_from(["drop", "pool", "mixed"]),
+    periphery=st.sampled_from(["drop", "pool", "mixed", -0.8]),
     strided=st.booleans(),
     seed=st.integers(0, 2**31),
 )
@@ -83,7 +83,7 @@ def test_torch_backend_equals_the_oracle(
     # Another mask for each batch and head; some rows stay empty on purpose.
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < density
     selection = Selection.from_dense(mask, grid, query_tile=query_tile)
-    kinds = ["pool" if head % 2 else "drop" for head in range(heads[0])] if periphery == "mixed" else periphery
+    kinds = ["drop", "pool", -1.5, 0.5][: heads[0]] if periphery == "mixed" else periphery
     truth = run(*inputs, torch.float64, selection=selection, periphery=kinds, backend="reference")
     got = run(*inputs, torch.float32, selection=selection, periphery=kinds, backend="torch")
     compare(got, truth, scale=0.1)
@@ -99,6 +99,26 @@ def test_torch_backend_off_the_cpu_equals_the_oracle(periphery: str, monkeypatch
     options = {"selection": Selection.from_dense(mask, grid), "periphery": periphery}
     truth = run(*inputs, torch.float64, backend="reference", **options)
     compare(run(*inputs, torch.float32, backend="torch", **options), truth, scale=0.1)
+
+
+def test_constants_of_the_periphery_can_be_learned() -> None:
+    """Their gradient, also through lse, equals autograd's through the oracle, with a dropped head among them."""
+    grid = VideoGrid(5, 7, 9, text=11)
+    q, k, v, dout, dlse = draw_inputs(grid, 2, 4, 2, 32, 0, strided=True)
+    mask = torch.rand(2, 4, grid.tiles(), grid.tiles(), generator=torch.Generator().manual_seed(0)) < 0.3
+    selection = Selection.from_dense(mask, grid)
+    grads = {}
+    for backend in ("reference", "torch"):
+        dtype = torch.float64 if backend == "reference" else torch.float32
+        constants = torch.tensor([-1.0, 0.0, -torch.inf, 0.6], requires_grad=True)
+        inputs = (x.to(dtype) for x in (q, k, v))
+        state = attend(*inputs, selection, periphery=constants, backend=backend)
+        lse = torch.where(state.lse.isfinite(), state.lse, 0.0)
+        ((state.out * dout.to(dtype)).sum() + (lse * dlse.to(dtype)).sum()).backward()
+        grads[backend] = constants.grad
+    assert grads["torch"][2] == 0
+    assert grads["reference"].abs().max() > 1
+    assert relative(grads["torch"], grads["reference"]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 111, 200])
@@ -467,7 +487,8 @@ FULL = Selection.from_dense(torch.ones(1, 2, 2, 2, dtype=torch.bool), GRID)
         ((Q.expand(2, -1, -1, -1),) * 3, {"selection": FULL}, "batch, heads"),
         ((Q, Q, Q), {"selection": FULL, "periphery": "blur"}, "periphery"),
         ((Q, Q, Q), {"selection": FULL, "periphery": ["drop"]}, "each of 2 heads"),
-        ((Q, Q, Q), {"selection": FULL, "periphery": torch.tensor([True])}, r"must be bool \(2,\)"),
+        ((Q, Q, Q), {"selection": FULL, "periphery": torch.tensor([True])}, r"float32 or bool \(2,\)"),
+        ((Q, Q, Q), {"selection": FULL, "periphery": [0.0, float("nan")]}, "a number below infinity"),
     ],
 )
 def test_bad_input_says_what_to_do(arguments: tuple, options: dict, message: str) -> None:

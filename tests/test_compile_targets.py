@@ -31,7 +31,7 @@ KERNELS = {
 BY_QUERIES, BY_KEYS = ("Q", "DOUT", "DQ", "OUT"), ("K", "V", "MEAN_K", "MEAN_V", "DK", "DV")
 POINTERS = {
     "LSE": "*fp32", "LSE2": "*fp32", "DELTA": "*fp32", "FAR_K": "*fp32", "FAR_V": "*fp32", "LISTS": "*i16",
-    "COUNTS": "*i32", "WORDS": "*i32", "ORDER": "*i32", "POOLED": "*i1", "scale": "fp32", "scale2": "fp32",
+    "COUNTS": "*i32", "WORDS": "*i32", "ORDER": "*i32", "POOLED": "*fp32", "scale": "fp32", "scale2": "fp32",
 }  # fmt: skip
 
 

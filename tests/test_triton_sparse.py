@@ -76,7 +76,7 @@ class TestAttention:
 
     def test_results_in_float32_are_the_same_before_rounding(self):
         q, k, v, mask = draw(1, 200, 2, 1, 32, dtype=torch.float16)
-        words, pooled = bits.pack(mask), torch.tensor([True, False])
+        words, pooled = bits.pack(mask), torch.tensor([-0.7, -torch.inf])
         options = {"query_tile": 64, "kv_tile": 64, "scale": 0.2, "pooled": pooled}
         out, lse = sparse.forward(q, k, v, words, **options)
         wide, wide_lse = sparse.forward(q, k, v, words, **options, dtype=torch.float32)
@@ -91,31 +91,31 @@ class TestAttention:
 
     @pytest.mark.parametrize("tokens", [63, 200])
     def test_pooled_heads_beside_dropped_ones(self, tokens):
-        compare(*draw(1, tokens, 2, 2, 32, kept=0.3), pooled=torch.tensor([True, False]))
+        compare(*draw(1, tokens, 2, 2, 32, kept=0.3), pooled=torch.tensor([-0.7, -torch.inf]))
 
     def test_batch_grouped_heads_and_a_mask_for_each(self):
-        compare(*draw(2, 130, 4, 2, 32), pooled=torch.tensor([False, True, True, False]))
+        compare(*draw(2, 130, 4, 2, 32), pooled=torch.tensor([-torch.inf, -0.7, 0.0, -torch.inf]))
 
     def test_rows_without_keys_are_empty_and_harmless(self):
         q, k, v, mask = draw(1, 150, 2, 1, 32)
         mask[:, 0, 1] = False
         mask[:, 1] = False
         compare(q, k, v, mask)
-        compare(q, k, v, mask, pooled=torch.tensor([False, True]))
+        compare(q, k, v, mask, pooled=torch.tensor([-torch.inf, -0.7]))
 
     def test_head_dim_that_is_no_power_of_two(self):
-        compare(*draw(1, 70, 1, 1, 96), pooled=torch.tensor([True]))
+        compare(*draw(1, 70, 1, 1, 96), pooled=torch.tensor([-0.7]))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_half_precision(self, dtype):
         drawn = draw(1, 200, 2, 1, 64, query_tile=128, dtype=dtype)
-        compare(*drawn, query_tile=128, pooled=torch.tensor([True, False]))
+        compare(*drawn, query_tile=128, pooled=torch.tensor([-0.7, -torch.inf]))
 
     @pytest.mark.parametrize("factor", [4, 16])
     def test_large_logits(self, factor):
         q, k, v, mask = draw(1, 111, 1, 1, 32)
         # Weights are as exact as float32 logits of this size, which grow with the square of the factor.
-        compare(q * factor, k * factor, v, mask, pooled=torch.tensor([True]), slack=factor)
+        compare(q * factor, k * factor, v, mask, pooled=torch.tensor([-0.7]), slack=factor)
 
     def test_scale(self):
         compare(*draw(1, 70, 1, 1, 32), scale=0.01)
@@ -130,14 +130,14 @@ class TestAttention:
 
     def test_pointers_instead_of_the_copy_engine(self, monkeypatch):
         monkeypatch.setattr(sparse._Job, "tma", property(lambda self: False, lambda self, value: None), raising=False)
-        compare(*draw(1, 111, 2, 1, 96), pooled=torch.tensor([True, False]))
+        compare(*draw(1, 111, 2, 1, 96), pooled=torch.tensor([-0.7, -torch.inf]))
         compare(*(torch.randn(1, 2, 32, 111).permute(0, 3, 1, 2) for _ in range(3)), draw(1, 111, 2, 2, 32)[3])
 
     def test_blocks_smaller_than_tiles(self, monkeypatch):
         monkeypatch.setattr(sparse, "FLOAT32", sparse.Config(32, 16, 4, 1))
-        compare(*draw(1, 111, 1, 1, 32, query_tile=128), query_tile=128, pooled=torch.tensor([True]))
+        compare(*draw(1, 111, 1, 1, 32, query_tile=128), query_tile=128, pooled=torch.tensor([-0.7]))
         monkeypatch.setattr(sparse, "FLOAT32", sparse.Config(64, 64, 4, 1))
-        compare(*draw(1, 111, 1, 1, 32, query_tile=128), query_tile=128, pooled=torch.tensor([True]))
+        compare(*draw(1, 111, 1, 1, 32, query_tile=128), query_tile=128, pooled=torch.tensor([-0.7]))
 
     def test_parts_of_a_larger_attention(self):
         """Two disjoint selections, each run backward with the merged (out, lse), give the union's gradients."""
@@ -154,7 +154,7 @@ class TestAttention:
 
     def test_without_gradient_of_lse_and_with_repeats_bit_equal(self):
         q, k, v, mask = draw(1, 111, 1, 1, 32)
-        options = {"query_tile": 64, "kv_tile": 64, "scale": 0.2, "pooled": torch.tensor([True])}
+        options = {"query_tile": 64, "kv_tile": 64, "scale": 0.2, "pooled": torch.tensor([-0.7])}
         words = bits.pack(mask)
         out, lse = sparse.forward(q, k, v, words, **options)
         dout = torch.ones(()).expand(out.shape)

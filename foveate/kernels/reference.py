@@ -37,8 +37,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the kept tiles. Returns out (B, M, H, D) in q's dtype and lse (B, H, M), natural log.
 
-    words: int32 (B, H, R, W) bitmap of kept tiles, None keeps all. pooled: bool (H,), heads in which each tile that is
-    not kept takes part as one key, its mean, with logit `scale * q . mean + log(tokens)` and the mean value.
+    words: int32 (B, H, R, W) bitmap of kept tiles, None keeps all. pooled: float (H,), or None: each tile that a head
+    does not keep takes part as one key, its mean, with logit `scale * q . mean + log(tokens) + pooled` and the mean
+    value; -inf leaves them out. Differentiable in pooled too.
     A query with no key at all gets out = 0 and lse = -inf.
     """
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -51,11 +52,13 @@ def forward(
     sizes = tile_sizes(tokens, kv_tile, q.device)
     kept = unpack(words, len(sizes))
     taken = kept.repeat_interleave(sizes, dim=3, output_size=tokens)
-    bias = torch.zeros(tokens, dtype=work, device=q.device)
+    bias = torch.zeros(heads, 1, tokens, dtype=work, device=q.device)
     if pooled is not None:
         kh, vh = (torch.cat([x, tile_means(x, kv_tile)], dim=2) for x in (kh, vh))
-        taken = torch.cat([taken, ~kept & pooled[:, None, None]], dim=3)
-        bias = torch.cat([bias, sizes.to(work).log()])
+        takes_part = pooled > -torch.inf
+        taken = torch.cat([taken, ~kept & takes_part[:, None, None]], dim=3)
+        weighed = pooled.to(work).masked_fill(~takes_part, 0.0)[:, None, None] + sizes.to(work).log()
+        bias = torch.cat([bias, weighed], dim=2)
     parts = [
         _row(rows, kh, vh, row, scale, bias) for rows, row in zip(qh.split(query_tile, 2), taken.unbind(2), strict=True)
     ]

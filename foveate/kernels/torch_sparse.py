@@ -88,7 +88,7 @@ class _Group:
     tiles: Tensor  # int64 (g * (K + E),): tiles of the table they attend to, and some that `bias` excludes
     bias: (
         Tensor | None
-    )  # float32 (g, 1, m, c): -inf where a key does not take part, log(tokens) for a mean; None: all 0
+    )  # float32 (g, 1, m, c): -inf where a key does not take part, log(tokens) and a constant for a mean; None: all 0
 
 
 class _Job:
@@ -105,7 +105,8 @@ class _Job:
         self.sizes = tile_sizes(self.keys, kv_tile, q.device)
         self.count = len(self.sizes)
         self.extra = 0 if pooled is None else -(-self.count // kv_tile)
-        self.pooled = torch.zeros(self.heads, dtype=torch.bool, device=q.device) if pooled is None else pooled
+        none = torch.full((self.heads,), -torch.inf, device=q.device)
+        self.pooled = none if pooled is None else pooled.float()
         self.q = self.rows_of(q.float().transpose(1, 2))
         self.k, self.v = (self._table(x.float().transpose(1, 2)) for x in (k, v))
         mask = unpack(words, self.count)
@@ -149,13 +150,19 @@ class _Job:
             tiles = tiles + (means / self.sizes[:, None]).unsqueeze(3)
         return tiles.flatten(2, 3)[:, :, : self.keys].transpose(1, 2)
 
+    def _flat_head(self, rows: Tensor) -> Tensor:
+        """Of each row its place among all batches' heads."""
+        return rows // (len(self.counts) // (self.batch * self.heads))
+
+    def head_of(self, rows: Tensor) -> Tensor:
+        return self._flat_head(rows) % self.heads
+
     def groups(self) -> Iterator[_Group]:
         """All rows that have any key, those with a periphery apart, the ones that keep most first."""
-        rows = len(self.counts) // (self.batch * self.heads)
-        head = torch.arange(len(self.counts), device=self.counts.device) // rows
-        pools = self.pooled[head % self.heads]
+        every = torch.arange(len(self.counts), device=self.counts.device)
+        pools = (self.pooled > -torch.inf)[self.head_of(every)]
         # A row's tiles begin at its batch and key/value head: heads of a batch are whole groups, so this counts both.
-        first = head // (self.heads // self.kv_heads) * (self.count + self.extra)
+        first = self._flat_head(every) // (self.heads // self.kv_heads) * (self.count + self.extra)
         for pool in (False, True):
             chosen = torch.nonzero((pools == pool) & ((self.counts > 0) | pools)).squeeze(-1)
             chosen = chosen[torch.argsort(self.counts[chosen], descending=True, stable=True)]
@@ -183,7 +190,7 @@ class _Job:
 
     def _bias(self, rows: Tensor, local: Tensor, even: bool, pool: bool) -> Tensor | None:
         """(g, c): -inf for tiles past a row's count, for tokens that the short last tile lacks, and for means of kept
-        tiles; log(tokens) for the other means. None where every key takes part as it is."""
+        tiles; log(tokens) and the head's constant for the other means. None where every key takes part as it is."""
         short = int(self.sizes[-1])
         if even and short == self.kv_tile and not pool:
             return None
@@ -193,5 +200,6 @@ class _Job:
         near = torch.zeros(gone.shape, device=rows.device).masked_fill_(gone, -torch.inf).flatten(1)
         if not pool:
             return near
-        far = self.sizes.float().log().masked_fill(self.mask[rows], -torch.inf)
+        far = self.sizes.float().log() + self.pooled[self.head_of(rows), None]
+        far = far.masked_fill_(self.mask[rows], -torch.inf)
         return torch.cat([near, pad(far, (0, self.extra * self.kv_tile - self.count), value=-torch.inf)], 1)

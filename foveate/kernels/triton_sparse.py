@@ -25,6 +25,7 @@ from foveate.kernels.triton_lists import hot_first, key_lists, query_lists, row_
 
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(LOG2E)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -88,14 +89,21 @@ def _kept(words, first, N, W):
 
 
 @triton.jit
-def _far_bias(low, high, first, N, keys, BN: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr):
-    """log2 of the tokens behind each of BN tile means from `first` on, -inf for the tiles that are kept."""
+def _far_bias(low, high, first, N, keys, weight2, BN: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr):
+    """Of each of BN tile means from `first` on: log2 of its tokens plus the head's constant, -inf where it is kept."""
     place = first % 32 + tl.arange(0, BN)
     far = (tl.where(place < 32, low, high) >> (place % 32)) & 1 == 0
     size = tl.full([BN], TILE, tl.float32)
     if not EVEN:
         size = tl.where(first + tl.arange(0, BN) == N - 1, (keys - (N - 1) * TILE).to(tl.float32), size)
-    return tl.where(far, tl.log2(size), -float("inf"))
+    return tl.where(far, tl.log2(size) + weight2, -float("inf"))
+
+
+@triton.jit
+def _periphery(POOLED, h, N):
+    """A head's constant in base 2, and its number of tile means: none where the constant is -inf."""
+    weight = tl.load(POOLED + h)
+    return weight * LOG2_E, tl.where(weight == -float("inf"), 0, N)
 
 
 @triton.jit
@@ -152,9 +160,10 @@ def _forward(
     if POOL:
         words = WORDS + row * W
         low, high = _kept(words, 0, N, W)
-        for first in tl.range(0, N * tl.load(POOLED + h).to(tl.int32), BN):
+        weight2, means = _periphery(POOLED, h, N)
+        for first in tl.range(0, means, BN):
             s = _dot(q, _get(MEAN_K, b, g, first, BN, DIM, D, TMA).T, None, UPCAST)
-            s = s * scale2 + _far_bias(low, high, first, N, keys, BN, TILE, EVEN)[None, :]
+            s = s * scale2 + _far_bias(low, high, first, N, keys, weight2, BN, TILE, EVEN)[None, :]
             low, high = _kept(words, first + BN, N, W)
             p, acc, top, total = _softmax(s, acc, top, total)
             v = _get(MEAN_V, b, g, first, BN, DIM, D, TMA)
@@ -212,8 +221,9 @@ def _grad_queries(
     if POOL:
         words = WORDS + row * W
         low, high = _kept(words, 0, N, W)
-        for first in tl.range(0, N * tl.load(POOLED + h).to(tl.int32), BN):
-            bias = _far_bias(low, high, first, N, keys, BN, TILE, EVEN)
+        weight2, means = _periphery(POOLED, h, N)
+        for first in tl.range(0, means, BN):
+            bias = _far_bias(low, high, first, N, keys, weight2, BN, TILE, EVEN)
             low, high = _kept(words, first + BN, N, W)
             k = _get(MEAN_K, b, g, first, BN, DIM, D, TMA)
             v = _get(MEAN_V, b, g, first, BN, DIM, D, TMA)
@@ -294,14 +304,15 @@ def _grad_means(
     for rep in range(REP):
         h = g * REP + rep
         head = b * H + h
-        end = tl.minimum(begin + STEPS, R) * tl.load(POOLED + h).to(tl.int32)
+        weight2, means = _periphery(POOLED, h, N)
+        end = tl.where(means > 0, tl.minimum(begin + STEPS, R), 0)
         words = WORDS + head.to(tl.int64) * R * W
         low, high = _kept(words + tl.minimum(begin, R - 1) * W, first, N, W)
         for block in tl.range(begin * QSUB, end * QSUB):
             q = _get(Q, b, h, block * BM, BM, DIM, D, TMA)
             dout = _get(DOUT, b, h, block * BM, BM, DIM, D, TMA)
             stat = (head.to(tl.int64) * blocks + block) * BM + tl.arange(0, BM)
-            bias = _far_bias(low, high, first, N, keys, BN, TILE, EVEN)
+            bias = _far_bias(low, high, first, N, keys, weight2, BN, TILE, EVEN)
             low, high = _kept(words + tl.minimum((block + 1) // QSUB, R - 1) * W, first, N, W)
             s = _dot(k, q.T, None, UPCAST)
             dp = _dot(v, dout.T, None, UPCAST)

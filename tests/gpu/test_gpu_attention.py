@@ -57,7 +57,7 @@ def compare(q, k, v, dout, words, **options):
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("query_tile", [64, 128])
 def test_head_dims(dim, query_tile):
-    pooled = torch.tensor([True, False, True, False], device="cuda")
+    pooled = torch.tensor([-0.7, -torch.inf, 0.0, -torch.inf], device="cuda")
     compare(*(x := draw(1000, 4, 2, dim, query_tile=query_tile)), **choices(x[0], query_tile, pooled))
 
 
@@ -71,7 +71,7 @@ def test_dtypes_and_lengths(dtype, tokens):
 @pytest.mark.parametrize("pool", [False, True])
 def test_large_logits(factor, pool):
     q, k, v, dout, words = draw(2048, 2, 2, 128, query_tile=128)
-    pooled = torch.tensor([True, True], device="cuda") if pool else None
+    pooled = torch.tensor([-0.7, 0.0], device="cuda") if pool else None
     compare(q * factor, k * factor, v, dout, words, **choices(q, 128, pooled))
 
 
@@ -99,7 +99,7 @@ def test_everything_kept_equals_dense():
 
 def test_a_thousand_backwards_are_bit_equal():
     q, k, v, dout, words = draw(4096, 4, 2, 64, kept=0.1)
-    options = choices(q, pooled=torch.tensor([True, False, True, False], device="cuda"))
+    options = choices(q, pooled=torch.tensor([-0.7, -torch.inf, 0.0, -torch.inf], device="cuda"))
     out, lse = sparse.forward(q, k, v, words, **options)
     first = sparse.backward(dout, None, q, k, v, out, lse, words, **options)
     differ = torch.zeros((), device="cuda")
@@ -111,7 +111,7 @@ def test_a_thousand_backwards_are_bit_equal():
 
 def test_nothing_waits_for_the_host_and_a_graph_replays():
     q, k, v, dout, words = draw(2048, 2, 2, 64)
-    options = choices(q, pooled=torch.tensor([True, False], device="cuda"))
+    options = choices(q, pooled=torch.tensor([-0.7, -torch.inf], device="cuda"))
 
     def both():
         out, lse = sparse.forward(q, k, v, words, **options)
