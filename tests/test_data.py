@@ -192,12 +192,13 @@ def test_captions_and_every_way_to_get_them_wrong(tmp_path):
     clips = Clips(tmp_path, **SHAPE)
     assert [(c.name, c.caption) for c in clips.clips] == [("a.mp4", "ein Fuß, 猫"), ("sub/b.mp4", "two")]
     found = reasons(clips)
-    assert "second caption" in found["a.mp4"]
-    assert found["gone.mp4"] == found["../outside.mp4"] == "has a caption but no video file"
+    assert found["a.mp4"] == "has a second caption; the first is used (captions.jsonl line 3)"
+    assert found["gone.mp4"] == "has a caption but no video file (captions.jsonl line 4)"
+    assert found["../outside.mp4"] == "has a caption but no video file (captions.jsonl line 5)"
     assert found["captions.jsonl line 7"].startswith("needs")
     assert found["captions.jsonl line 9"].startswith("not JSON")
     assert found["silent.mp4"].startswith("video without a caption")
-    assert "empty caption" in [reason for name, reason in clips.skipped if name == "blank.mp4"]
+    assert ("blank.mp4", "empty caption (captions.jsonl line 6)") in clips.skipped
     assert set(clips.batch(0, 8).captions) == {"ein Fuß, 猫", "two"}
 
 
@@ -221,13 +222,16 @@ def test_bad_files_are_skipped_with_name_and_reason_logged_once(tmp_path, caplog
         clips.batch(0, 4)
     assert [c.name for c in clips.clips] == ["good.mp4"]
     found = reasons(clips)
-    assert set(found) == {f"{n}.mp4" for n in ("empty", "noise", "cut", "short", "small", "sound")}
+    files = {f"{n}.mp4" for n in ("empty", "noise", "cut", "short", "small", "sound", "broken-link")}
+    assert set(found) == {*files, "*.txt"}
+    assert found["broken-link.mp4"] == "a broken symbolic link"
+    assert found["*.txt"] == "1 sidecar files, no video"
     assert found["empty.mp4"] == "the file is empty"
     assert found["sound.mp4"] == "no video stream"
     assert "Invalid data" in found["noise.mp4"]
     assert found["short.mp4"] == "too few frames: 4, of which 3 for train; needs 4"
     assert found["small.mp4"] == "too small: 8x64 for 16x16"
-    assert len(clips.skipped) == len(caplog.records) == 6
+    assert len(clips.skipped) - 1 == len(caplog.records) == 7  # sidecars are no warning
 
 
 def damaged(path: Path) -> Path:
@@ -304,10 +308,10 @@ def test_seeking_gives_the_frames_that_reading_from_the_start_gives(tmp_path, su
 def test_nothing_usable_says_what_to_do(tmp_path):
     with pytest.raises(ValueError, match="not a folder"):
         Clips(tmp_path / "missing", **SHAPE)
-    with pytest.raises(ValueError, match=r"holds no video files.*Put video files"):
+    with pytest.raises(ValueError, match=r"holds no video files.*put video files"):
         Clips(tmp_path, **SHAPE)
     (tmp_path / "empty.mp4").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"empty.mp4: the file is empty.*fewer frames"):
+    with pytest.raises(ValueError, match=r"empty.mp4: the file is empty.*put video files"):
         Clips(tmp_path, **SHAPE)
 
 

