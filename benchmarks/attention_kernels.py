@@ -1,5 +1,7 @@
 """The kernels that bench_attention.py times, ours and peers', each built from a case: the same tensors, the same tiles.
 
+`foveate` runs on its own Triton kernels, `foveate on fa4` on flash-attn-4's. Names say query tile x key tile.
+
 Peers are imported where they are built, so that what is not installed can be named and left out.
 """
 
@@ -16,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from foveate.kernels import bits, fa4, triton_sparse
 
 Job = Callable[[], Any]
+Builder = Callable[["Case"], tuple[Job, Job]]
 
 
 def first(x: Any) -> Tensor:
@@ -33,8 +36,14 @@ class Case:
     lists: str = "random"
     inputs: tuple[Tensor, ...] = field(default=(), repr=False)
     mass: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+    unwanted: tuple[int, int] = (0, 0)  # tokens from ... to that no query keeps
 
     def mask(self, query_tile: int, kv_tile: int) -> Tensor:
+        kept = self._chosen(query_tile, kv_tile)
+        kept[..., self.unwanted[0] // kv_tile : self.unwanted[1] // kv_tile] = False
+        return kept
+
+    def _chosen(self, query_tile: int, kv_tile: int) -> Tensor:
         rows, columns = -(-self.length // query_tile), -(-self.length // kv_tile)
         if self.lists == "random":
             torch.manual_seed(query_tile + kv_tile)
@@ -52,19 +61,26 @@ def best(mass: Tensor, budget: float) -> Tensor:
     return torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, mass.topk(count, -1).indices, True)
 
 
+def tensors(length: int, heads: int, dim: int) -> tuple[Tensor, ...]:
+    """q, k, v and the output's gradient, normal, bfloat16 (1, S, H, D)."""
+    torch.manual_seed(length)
+    return tuple(torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+
+
 # Kernels: each takes a case and returns its forward and its backward.
 
 
-def ours(query_tile: int = 64, pool: bool = False) -> Callable[[Case], tuple[Job, Job]]:
+def ours(query_tile: int, kv_tile: int, pool: bool = False, engine: Any = triton_sparse) -> Builder:
     def build(case: Case) -> tuple[Job, Job]:
         q, k, v, dout = case.inputs
-        words = bits.pack(case.mask(query_tile, 64))
+        words = bits.pack(case.mask(query_tile, kv_tile))
         pooled = torch.zeros(case.heads, device="cuda") if pool else None
-        options = {"query_tile": query_tile, "kv_tile": 64, "scale": case.dim**-0.5, "pooled": pooled}
-        out, lse = triton_sparse.forward(q, k, v, words, **options)
+        options = {"query_tile": query_tile, "kv_tile": kv_tile, "scale": case.dim**-0.5, "pooled": pooled}
+        engine.check(q, k, v, **options, deterministic=False)
+        out, lse = engine.forward(q, k, v, words, **options)
         return (
-            lambda: triton_sparse.forward(q, k, v, words, **options),
-            lambda: triton_sparse.backward(dout, None, q, k, v, out, lse, words, **options),
+            lambda: engine.forward(q, k, v, words, **options),
+            lambda: engine.backward(dout, None, q, k, v, out, lse, words, **options),
         )
 
     return build
@@ -91,18 +107,6 @@ def sdpa(backend: SDPBackend) -> Callable[[Case], tuple[Job, Job]]:
     return lambda case: by_autograd(attention, case, by_head=True)
 
 
-def fa4_backend(case: Case) -> tuple[Job, Job]:
-    """foveate's own use of flash-attn-4's kernels; for the gate, which runs it on a short last tile too."""
-    q, k, v, dout = case.inputs
-    words, options = bits.pack(case.mask(128, 128)), {"query_tile": 128, "kv_tile": 128, "scale": case.dim**-0.5}
-    fa4.check(q, k, v, **options)
-    out, lse = fa4.forward(q, k, v, words, pooled=None, **options)
-    return (
-        lambda: fa4.forward(q, k, v, words, pooled=None, **options),
-        lambda: fa4.backward(dout, None, q, k, v, out, lse, words, pooled=None, **options),
-    )
-
-
 def fa4_dense(case: Case) -> tuple[Job, Job]:
     from flash_attn.cute.interface import flash_attn_func  # pyright: ignore[reportMissingImports]
 
@@ -115,11 +119,11 @@ def fa4_dense(case: Case) -> tuple[Job, Job]:
 def fa4_sparse(case: Case) -> tuple[Job, Job]:
     from flash_attn.cute.interface import flash_attn_func  # pyright: ignore[reportMissingImports]
 
-    mask = case.mask(128, 128)
-    rows, columns = fa4.block_lists(mask), fa4.block_lists(mask.transpose(-1, -2))
+    words, columns = bits.pack(case.mask(128, 128)), -(-case.length // 128)
+    by_query, by_key = fa4.row_lists(words, columns), fa4.column_lists(words, columns)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return first(flash_attn_func(q, k, v, block_sparse_tensors=rows, block_sparse_tensors_bwd=columns))
+        return first(flash_attn_func(q, k, v, block_sparse_tensors=by_query, block_sparse_tensors_bwd=by_key))
 
     return by_autograd(attention, case, by_head=False)
 
@@ -148,15 +152,22 @@ def vsa(case: Case) -> tuple[Job, Job]:
 
 
 # name -> (builder, query tile, key tile); tiles None for dense kernels
-KERNELS: dict[str, tuple[Callable[[Case], tuple[Job, Job]], int | None, int | None]] = {
-    "foveate": (ours(), 64, 64),
-    "foveate, query tile 128": (ours(128), 128, 64),
-    "foveate, pooled": (ours(pool=True), 64, 64),
+KERNELS: dict[str, tuple[Builder, int | None, int | None]] = {
+    "foveate": (ours(64, 64), 64, 64),
+    "foveate, query tile 128": (ours(128, 64), 128, 64),
+    "foveate, pooled": (ours(64, 64, pool=True), 64, 64),
+    "foveate 128x128": (ours(128, 128), 128, 128),
+    "foveate 128x128, pooled": (ours(128, 128, pool=True), 128, 128),
+    "foveate on fa4": (ours(128, 128, engine=fa4), 128, 128),
+    "foveate on fa4, pooled": (ours(128, 128, pool=True, engine=fa4), 128, 128),
     "cudnn dense": (sdpa(SDPBackend.CUDNN_ATTENTION), None, None),
     "flash dense": (sdpa(SDPBackend.FLASH_ATTENTION), None, None),
     "fa4 dense": (fa4_dense, None, None),
     "fa4 sparse": (fa4_sparse, 128, 128),
-    "fa4 backend": (fa4_backend, 128, 128),
     "vsa": (vsa, 64, 64),
     "flex": (flex, 128, 128),
 }
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("foveate")

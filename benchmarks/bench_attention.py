@@ -2,10 +2,11 @@
 
     python benchmarks/bench_attention.py [--out benchmarks/results] [--data real_qkv.safetensors] [--quick] [--large]
 
-Ours (sparse forward, backward, selection), cuDNN, flash in torch, FlexAttention, flash-attn-4 dense and block-sparse
-(128-token tiles), FastVideo's VSA; those not installed are left out, and named. A correctness gate comes first: ours
-must agree with the oracle in float64 or nothing is timed; a peer that does not is not timed. Kernels of 128-token tiles
-get lists of the same density, and, at equal recall, the budget that their tiles need for half of the true mass.
+Ours (sparse forward, backward, selection; on Triton and on flash-attn-4), cuDNN, flash in torch, FlexAttention,
+flash-attn-4 dense and block-sparse (128-token tiles), FastVideo's VSA; those not installed are left out, and named. A
+correctness gate comes first (attention_gate.py): ours must be right or nothing is timed; a peer that is wrong is not
+timed. Kernels of 128-token tiles get lists of the same density, and, at equal recall, the budget that their tiles need
+for half of the true mass.
 
 Times are medians of CUDA events in milliseconds, after a warm-up, under steady load; rows with `rest_s` idle before
 each timing, so that the card is cool and clocks higher. Lists are built inside our times and outside the
@@ -23,66 +24,19 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from attention_kernels import KERNELS, Case, Job, first
+from attention_gate import gate
+from attention_kernels import KERNELS, Case, Job, tensors
 from torch import Tensor
 
-from foveate.kernels import bits, reference, triton_select
+from foveate.kernels import triton_select
 from foveate.tiles import VideoGrid
 
 RATE = 789e12  # operations a second
 GRID = VideoGrid(16, 26, 20)  # of real_qkv
-OUT_BAR, GRAD_BAR = 4e-3, 8e-3
 BUDGETS = (0.026, 0.2, 0.4, 0.6)
 
 
-# The gate
-
-
-def errors(name: str, case: Case) -> tuple[float, float]:
-    """Relative L2 errors of a kernel's output, and the worst of its gradients', against the oracle in float64."""
-    build, query_tile, kv_tile = KERNELS[name]
-    forward, backward = build(case)
-    by_head = not name.startswith(("foveate", "fa4"))
-    got = [first(forward()), *backward()]
-    got = [x.transpose(1, 2) if by_head else x for x in got]
-    *qkv, dout = (x.double() for x in case.inputs)
-    leaves = [x.requires_grad_() for x in qkv]
-    words = bits.pack(case.mask(query_tile, kv_tile)) if query_tile and kv_tile else None
-    pooled = torch.zeros(case.heads, device="cuda") if "pooled" in name else None
-    tiles = {"query_tile": query_tile or 64, "kv_tile": kv_tile or 64}
-    out, _ = reference.forward(leaves[0], leaves[1], leaves[2], words, scale=case.dim**-0.5, pooled=pooled, **tiles)
-    expected = [out, *torch.autograd.grad(out, leaves, dout)]
-    worst = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)]
-    return worst[0], max(worst[1:])
-
-
-def gate(names: list[str]) -> tuple[dict[str, str], bool]:
-    """What each kernel may not be timed for (missing, wrong), and whether all of ours are right."""
-    verdicts, green = {}, True
-    for name in names:
-        lengths = (1111, 2048) if name.startswith("foveate") or name == "fa4 backend" else (2048,)
-        for length in lengths:
-            for dim in (128,) if name == "flex" else (64, 128):  # flex takes half a minute to compile
-                case = Case(length, 2, dim, budget=0.3, inputs=tensors(length, 2, dim))
-                try:
-                    out, grads = errors(name, case)
-                    good = out <= OUT_BAR and grads <= GRAD_BAR
-                    print(f"gate: {name}, {length} x {dim}: output {out:.1e}, gradients {grads:.1e}", flush=True)
-                    verdict = None if good else f"wrong: output {out:.1e}, gradients {grads:.1e}"
-                except Exception as error:  # a peer may fail in any way; it is named and left out
-                    verdict = f"{type(error).__name__}: {str(error)[:200]}"
-                if verdict:
-                    verdicts.setdefault(name, f"at {length} x {dim}: {verdict}")
-                    green = green and not name.startswith("foveate")
-    return verdicts, green
-
-
 # Timing
-
-
-def tensors(length: int, heads: int, dim: int) -> tuple[Tensor, ...]:
-    torch.manual_seed(length)
-    return tuple(torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
 
 
 def milliseconds(job: Job, rest: float = 0.0) -> float:
@@ -129,15 +83,15 @@ class Bench:
                 row["skipped"] = f"{type(error).__name__}: {str(error)[:200]}"
         self.add(row)
 
-    def select(self, length: int, heads: int, dim: int) -> None:
+    def select(self, length: int, heads: int, dim: int, tile: int = 64) -> None:
         q, k, *_ = tensors(length, heads, dim)
         a, b = (torch.randn(heads, dim, 16, device="cuda") * 0.3 for _ in "ab")
         for rule, value in (("budget", 0.1), ("mass_target", 0.5)):
             options = {"scale": dim**-0.5, rule: torch.full((heads,), value, device="cuda")}
             row = {"kernel": "select", "length": length, "heads": heads, "dim": dim, "budget": 0.1, "rule": rule}
             # Several in a row, so that launches overlap with work, as they do in a model.
-            job = partial(triton_select.predict_words, q, k, a, b, **options)
-            row["forward_ms"] = milliseconds(lambda job=job: [job() for _ in range(8)]) / 8
+            job = partial(triton_select.predict_words, q, k, a, b, **options, query_tile=tile, kv_tile=tile)
+            row |= {"tile": tile, "forward_ms": milliseconds(lambda job=job: [job() for _ in range(8)]) / 8}
             self.add(row)
 
     def add(self, row: dict) -> None:
@@ -176,22 +130,23 @@ def budget_for(mass: Tensor, recall: float) -> float:
     return (int((reached < recall).sum()) + 1) / mass.shape[-1]
 
 
+SPARSE = ("foveate", "foveate, query tile 128", "foveate on fa4", "fa4 sparse")
+POOLED = ("foveate, pooled", "foveate on fa4, pooled")
+
+
 def run_all(bench: Bench, mass: dict, quick: bool, large: bool) -> None:
-    sparse = ["foveate", "foveate, query tile 128", "fa4 sparse"]
     for length in (131072, 32768):
         for dim in (128, 64):
             case = Case(length, 8, dim, 0.1, inputs=tensors(length, 8, dim), mass=mass)
-            for name in [*sparse, "foveate, pooled", "vsa"]:
+            for name in [*SPARSE, *POOLED, "foveate 128x128", "foveate 128x128, pooled", "vsa"]:
                 bench.run(name, case)
             for name in ("cudnn dense", "fa4 dense"):
                 bench.run(name, dense(case))
             if mass:
-                for name in (*sparse, "foveate, pooled"):
+                for name in (*SPARSE, *POOLED):
                     bench.run(name, with_lists(case, 0.1, "real"))
-            bench.select(length, 8, dim)
-            if length == 131072:
-                for name in sparse:
-                    bench.run(name, case, rest=0.5)
+            for tile in (64, 128):
+                bench.select(length, 8, dim, tile)
             if mass and (length, dim) == (131072, 128):
                 equal_recall(bench, case, mass)
         if quick:
@@ -199,7 +154,7 @@ def run_all(bench: Bench, mass: dict, quick: bool, large: bool) -> None:
     for length in (131072, 32768):
         case = Case(length, 8, 128, inputs=tensors(length, 8, 128))
         for budget in BUDGETS:
-            for name in sparse:
+            for name in (*SPARSE, *POOLED):
                 bench.run(name, with_lists(case, budget, "random"))
     if large:
         bench.run("foveate", Case(524288, 12, 128, 0.1, inputs=tensors(524288, 12, 128)))
@@ -212,7 +167,7 @@ def run_all(bench: Bench, mass: dict, quick: bool, large: bool) -> None:
 
 def equal_recall(bench: Bench, case: Case, mass: dict) -> None:
     """At half of the true mass: each kernel with the budget that its own tiles need."""
-    for name in ("foveate", "foveate, query tile 128", "fa4 sparse"):
+    for name in SPARSE:
         tiles = KERNELS[name][1:]
         for lists in ("random", "real"):
             bench.run(name, with_lists(case, budget_for(mass[tiles], 0.5), lists), recall=0.5)
@@ -233,24 +188,26 @@ def limit_ms(row: dict) -> float:
     return 14 * row["length"] ** 2 * row["dim"] * row["heads"] * row["budget"] / RATE * 1e3
 
 
+PRICED = ("foveate", "foveate, pooled", "foveate on fa4", "foveate on fa4, pooled", "cudnn dense", "fa4 dense")
+
+
 def cost_table(rows: list[dict]) -> list[dict]:
-    """Rows of length x heads x dim x density -> ms of the best kernel there is for training, and of selection."""
-    selects = {(r["length"], r["heads"], r["dim"]): r["forward_ms"] for r in rows if r.get("rule") == "budget"}
+    """Rows of length x heads x dim x density x tile -> ms of the kernels there are for training, and of selection."""
+    selects = {
+        (r["length"], r["heads"], r["dim"], r["tile"]): r["forward_ms"] for r in rows if r.get("rule") == "budget"
+    }
     table = []
     for row in rows:
         name = row["kernel"]
-        if (
-            "forward_ms" not in row
-            or {"recall", "rest_s"} & row.keys()
-            or name not in ("foveate", "foveate, pooled", "cudnn dense", "fa4 dense")
-        ):
+        if "forward_ms" not in row or {"recall", "rest_s"} & row.keys() or name not in PRICED:
             continue
+        tile = KERNELS[name][2] or 64
         key = (row["length"], row["heads"], row["dim"])
         table.append({
-            "kernel": name, "length": key[0], "heads": key[1], "dim": key[2], "density": row["budget"],
+            "kernel": name, "length": key[0], "heads": key[1], "dim": key[2], "density": row["budget"], "tile": tile,
             "lists": row["lists"], "periphery": "pool" if "pooled" in name else "drop",
             "forward_ms": row["forward_ms"], "backward_ms": row["backward_ms"],
-            "select_ms": 0.0 if row["lists"] == "all" else selects.get(key),
+            "select_ms": 0.0 if row["lists"] == "all" else selects.get((*key, tile)),
         })  # fmt: skip
     return table
 

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from foveate.kernels import triton_lists as lists  # noqa: E402
+from foveate.kernels import triton_periphery as periphery  # noqa: E402
 from foveate.kernels import triton_sparse as sparse  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sparse.INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler")
@@ -28,6 +29,13 @@ KERNELS = {
     "keys": sparse._grad_keys,
     "means": sparse._grad_means,
 }
+# On top of flash-attn-4's part; 128-token tiles. Kernel -> the role whose configuration it takes.
+PERIPHERY = {
+    "merge": periphery._merge,
+    "add_queries": periphery._add_grad_queries,
+    "add_means": periphery._add_grad_means,
+}
+ROLES = {"means": "keys", "merge": "forward", "add_queries": "queries", "add_means": "keys"}
 BY_QUERIES, BY_KEYS = ("Q", "DOUT", "DQ", "OUT"), ("K", "V", "MEAN_K", "MEAN_V", "DK", "DV")
 POINTERS = {
     "LSE": "*fp32", "LSE2": "*fp32", "DELTA": "*fp32", "FAR_K": "*fp32", "FAR_V": "*fp32", "LISTS": "*i16",
@@ -35,18 +43,19 @@ POINTERS = {
 }  # fmt: skip
 
 
-def compiled(kernel: str, capability: tuple[int, int], dim: int, *, query_tile=64, dtype="bf16", even=True, pool=False,
-             results=None):  # fmt: skip
+def compiled(kernel: str, capability: tuple[int, int], dim: int, *, query_tile=64, kv_tile=64, dtype="bf16", even=True,
+             pool=False, results=None):  # fmt: skip
     """The compiled kernel in the configuration that a card of this capability would get. results: their dtype."""
-    role = "keys" if kernel == "means" else kernel
+    role = ROLES.get(kernel, kernel)
+    rows = 64 if kernel == "merge" else query_tile
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    config = sparse._config(role, torch_dtype, dim, query_tile, capability, CARDS[capability])
+    config = sparse._config(role, torch_dtype, dim, rows, capability, CARDS[capability])
     block, tma = triton.next_power_of_2(dim), sparse._has_tma(capability)
     constants = {
-        "DIM": dim, "D": block, "BM": config.m, "BN": config.n, "QUERY_TILE": query_tile, "TILE": 64, "EVEN": even,
+        "DIM": dim, "D": block, "BM": config.m, "BN": config.n, "QUERY_TILE": query_tile, "TILE": kv_tile, "EVEN": even,
         "POOL": pool, "TMA": tma, "UPCAST": False, **({"REP": 1} if role == "keys" else {}),
     }  # fmt: skip
-    function = KERNELS[kernel]
+    function = (KERNELS | PERIPHERY)[kernel]
     signature = {}
     for name in function.arg_names:
         if name in constants:
@@ -84,6 +93,16 @@ def test_hopper_uses_its_matrix_units_and_does_not_spill(kernel, dim, query_tile
     built = compiled(kernel, (9, 0), dim, query_tile=query_tile)
     assert "wgmma.mma_async" in built.asm["ptx"]
     assert "cp.async.bulk.tensor" in built.asm["ptx"]
+    assert built.metadata.shared <= CARDS[9, 0]
+    assert spilled(built, tmp_path) == 0
+
+
+@pytest.mark.parametrize("kernel", [*PERIPHERY, "means", "keys"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("results", ["bf16", "fp32"])
+def test_the_periphery_on_hopper_at_128_token_tiles(kernel, dim, results, tmp_path):
+    built = compiled(kernel, (9, 0), dim, query_tile=128, kv_tile=128, even=False, pool=True, results=results)
+    assert ("wgmma.mma_async" in built.asm["ptx"]) == (kernel != "add_means")
     assert built.metadata.shared <= CARDS[9, 0]
     assert spilled(built, tmp_path) == 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("test_triton_sparse.py", "test_kernels_select.py", "test_triton_rotary.py")
+FILES = ("test_triton_sparse.py", "test_kernels_select.py", "test_triton_rotary.py", "test_fa4.py")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -21,12 +21,12 @@ interpreted = pytest.mark.interpreted
 TOLERANCE = {torch.float32: (2e-6, 1e-6, 5e-6), torch.float16: (1e-3, 1e-4, 2e-3), torch.bfloat16: (8e-3, 4e-4, 16e-3)}
 
 
-def draw(batch, tokens, heads, groups, dim, *, query_tile=64, dtype=torch.float32, kept=0.5, seed=0):
+def draw(batch, tokens, heads, groups, dim, *, query_tile=64, kv_tile=64, dtype=torch.float32, kept=0.5, seed=0):
     """q, k, v and a bitmap that differs from head to head."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, tokens, heads, dim, generator=generator).to(dtype)
     k, v = (torch.randn(batch, tokens, groups, dim, generator=generator).to(dtype) for _ in range(2))
-    rows, columns = -(-tokens // query_tile), -(-tokens // 64)
+    rows, columns = -(-tokens // query_tile), -(-tokens // kv_tile)
     mask = torch.rand(batch, heads, rows, columns, generator=generator) < kept
     mask[..., 0] |= ~mask.any(-1)
     return q, k, v, mask
@@ -44,9 +44,9 @@ def oracle(q, k, v, dout, dlse, words, **options):
     return out, lse, torch.autograd.grad(loss, leaves)
 
 
-def compare(q, k, v, mask, *, query_tile=64, pooled=None, scale=None, slack=1):
+def compare(q, k, v, mask, *, query_tile=64, kv_tile=64, pooled=None, scale=None, slack=1):
     options = {
-        "query_tile": query_tile, "kv_tile": 64, "scale": scale or q.shape[-1] ** -0.5, "pooled": pooled,
+        "query_tile": query_tile, "kv_tile": kv_tile, "scale": scale or q.shape[-1] ** -0.5, "pooled": pooled,
     }  # fmt: skip
     words = bits.pack(mask)
     out, lse = sparse.forward(q, k, v, words, **options)
@@ -73,6 +73,11 @@ class TestAttention:
     @pytest.mark.parametrize("query_tile", [64, 128])
     def test_lengths(self, tokens, query_tile):
         compare(*draw(1, tokens, 1, 1, 32, query_tile=query_tile), query_tile=query_tile)
+
+    @pytest.mark.parametrize("tokens", [150, 256])
+    def test_key_tiles_of_128_tokens(self, tokens):
+        drawn = draw(1, tokens, 2, 1, 32, query_tile=128, kv_tile=128)
+        compare(*drawn, query_tile=128, kv_tile=128, pooled=torch.tensor([-0.7, -torch.inf]))
 
     def test_results_in_float32_are_the_same_before_rounding(self):
         q, k, v, mask = draw(1, 200, 2, 1, 32, dtype=torch.float16)
@@ -129,7 +134,7 @@ class TestAttention:
         compare(*(torch.randn(1, 2, 32, 111).permute(0, 3, 1, 2) for _ in range(3)), mask)
 
     def test_pointers_instead_of_the_copy_engine(self, monkeypatch):
-        monkeypatch.setattr(sparse._Job, "tma", property(lambda self: False, lambda self, value: None), raising=False)
+        monkeypatch.setattr(sparse.Job, "tma", property(lambda self: False, lambda self, value: None), raising=False)
         compare(*draw(1, 111, 2, 1, 96), pooled=torch.tensor([-0.7, -torch.inf]))
         compare(*(torch.randn(1, 2, 32, 111).permute(0, 3, 1, 2) for _ in range(3)), draw(1, 111, 2, 2, 32)[3])
 
@@ -218,9 +223,9 @@ class TestCheck:
         defaults = {"pooled": None, "deterministic": True, "query_tile": 64, "kv_tile": 64, "scale": 1.0}
         sparse.check(q, q, q, **(defaults | options))
 
-    def test_tiles_of_128_keys_are_refused(self):
-        with pytest.raises(ValueError, match="64 tokens, got 128"):
-            self.run(kv_tile=128)
+    def test_other_tiles_are_refused(self):
+        with pytest.raises(ValueError, match="64 or 128 tokens, got 32"):
+            self.run(kv_tile=32)
 
     def test_negative_scale_is_refused(self):
         with pytest.raises(ValueError, match="negate q"):

@@ -2,7 +2,7 @@
 
 Everything stays on the device and no size depends on the data: lists have room for every tile.
 
-Shapes: B batch, S tokens, H heads, G key/value heads, D head dim, R query tiles, N key tiles of 64 tokens,
+Shapes: B batch, S tokens, H heads, G key/value heads, D head dim, R query tiles, N key tiles,
 W = ceil(N / 32) bitmap words.
 """
 
@@ -29,13 +29,14 @@ def _query_lists(WORDS, LISTS, COUNTS, N, W, CHUNK: tl.constexpr):
     tl.store(COUNTS + row, count)
 
 
-def query_lists(words: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def query_lists(words: Tensor, columns: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """words (B, H, R, W) -> the N `columns` kept by each row, flat (B * H * R * N + 8), and counts (B, H, R).
 
-    Entries past a row's count are garbage. The one spare entry lets readers look one ahead.
+    Entries past a row's count are garbage. The spare ones let readers look one ahead. dtype: of entries, by default the
+    smallest of int16 and int32 that holds them.
     """
     batch, heads, rows, width = words.shape
-    lists = _room(batch * heads * rows * columns, columns, words.device)
+    lists = _room(batch * heads * rows * columns, columns, words.device, dtype)
     counts = torch.empty(batch, heads, rows, dtype=torch.int32, device=words.device)
     chunk = min(64, triton.next_power_of_2(width))
     _query_lists[(batch * heads * rows,)](words, lists, counts, columns, width, CHUNK=chunk)
@@ -61,18 +62,19 @@ def _key_lists(WORDS, LISTS, COUNTS, R, N, W, ROWS: tl.constexpr):
     tl.store(COUNTS + head * N + column, count, mask=column < N)
 
 
-def key_lists(words: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def key_lists(words: Tensor, columns: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """words (B, H, R, W) -> the rows that keep each column, flat (B * H * N * R + 8), and counts (B, H, N)."""
     batch, heads, rows, width = words.shape
-    lists = _room(batch * heads * columns * rows, rows, words.device)
+    lists = _room(batch * heads * columns * rows, rows, words.device, dtype)
     counts = torch.empty(batch, heads, columns, dtype=torch.int32, device=words.device)
     block = min(128, triton.next_power_of_2(rows))
     _key_lists[(width, batch * heads)](words, lists, counts, rows, columns, width, ROWS=block)
     return lists, counts
 
 
-def _room(entries: int, numbers: int, device: torch.device) -> Tensor:
-    return torch.empty(entries + 8, dtype=torch.int16 if numbers < 2**15 else torch.int32, device=device)
+def _room(entries: int, numbers: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    smallest = torch.int16 if numbers < 2**15 else torch.int32
+    return torch.empty(entries + 8, dtype=dtype or smallest, device=device)
 
 
 @triton.jit(do_not_specialize=["n"])

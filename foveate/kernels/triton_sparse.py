@@ -7,8 +7,8 @@ in the same programs as further keys, the tile means, of which the kept ones are
 On sm_90 and sm_100 tiles are read and written by the copy engine (tensor descriptors), elsewhere by pointers.
 
 Shapes: B batch, S tokens (M queries, S keys), H heads, G key/value heads, D head dim, R query tiles, N key tiles of
-64 tokens, W = ceil(N / 32) bitmap words. On chip: BM query rows, BN key rows. Logits are in base 2 on chip: their scale
-is multiplied into float32 scores, never into 16-bit queries or keys.
+64 or 128 tokens, W = ceil(N / 32) bitmap words. On chip: BM query rows, BN key rows. Logits are in base 2 on chip:
+their scale is multiplied into float32 scores, never into 16-bit queries or keys.
 """
 
 import os
@@ -22,48 +22,22 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foveate.kernels.triton_lists import hot_first, key_lists, query_lists, row_stats, tile_means
+from foveate.kernels.triton_tiles import (
+    dot,
+    far_bias,
+    far_forward,
+    far_queries,
+    far_share,
+    kept_words,
+    load_rows,
+    periphery,
+    softmax_step,
+    store_rows,
+)
 
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
-LOG2_E = tl.constexpr(LOG2E)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@triton.jit
-def _get(X, b, h, start, ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr):
-    """(ROWS, D) of one head, zeros past the ends. X: descriptor over (B, H, S, D), or (pointer, strides b h s, S)."""
-    if TMA:
-        x = X.load([b, h, start, 0]).reshape(ROWS, D)
-    else:
-        row = start + tl.arange(0, ROWS)
-        dim = tl.arange(0, D)
-        head = X[0] + b.to(tl.int64) * X[1] + h.to(tl.int64) * X[2]
-        at = head + row.to(tl.int64)[:, None] * X[3] + dim[None, :]
-        if DIM == D:
-            x = tl.load(at, mask=(row < X[4])[:, None], other=0.0)
-        else:
-            x = tl.load(at, mask=(row < X[4])[:, None] & (dim < DIM)[None, :], other=0.0)
-    return x
-
-
-@triton.jit
-def _put(X, value, b, h, start, ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr):
-    """Store (ROWS, D) where `_get` would read it, nothing past the ends."""
-    if TMA:
-        X.store([b, h, start, 0], value.to(X.dtype).reshape(1, 1, ROWS, D))
-    else:
-        row = start + tl.arange(0, ROWS)
-        dim = tl.arange(0, D)
-        head = X[0] + b.to(tl.int64) * X[1] + h.to(tl.int64) * X[2]
-        at = head + row.to(tl.int64)[:, None] * X[3] + dim[None, :]
-        tl.store(at, value.to(X[0].dtype.element_ty), mask=(row < X[4])[:, None] & (dim < DIM)[None, :])
-
-
-@triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    if UPCAST:  # Triton's interpreter multiplies bfloat16 wrongly
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -74,46 +48,6 @@ def _count(listed, COUNTS, row, N, EVEN: tl.constexpr):
     if not EVEN:
         short = ((count > 0) & (tl.load(listed + tl.maximum(count - 1, 0)) == N - 1)).to(tl.int32)
     return count - short, short
-
-
-@triton.jit
-def _kept(words, first, N, W):
-    """The two bitmap words from tile `first` on, as scalars; bits past the last tile are set, as if it were kept."""
-    at = first // 32
-    low = tl.load(words + at, mask=at < W, other=-1)
-    high = tl.load(words + at + 1, mask=at + 1 < W, other=-1)
-    room = N - at * 32
-    low = tl.where(room < 32, low | (-1 << tl.minimum(tl.maximum(room, 0), 31)), low)
-    high = tl.where(room < 64, high | (-1 << tl.minimum(tl.maximum(room - 32, 0), 31)), high)
-    return low, high
-
-
-@triton.jit
-def _far_bias(low, high, first, N, keys, weight2, BN: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr):
-    """Of each of BN tile means from `first` on: log2 of its tokens plus the head's constant, -inf where it is kept."""
-    place = first % 32 + tl.arange(0, BN)
-    far = (tl.where(place < 32, low, high) >> (place % 32)) & 1 == 0
-    size = tl.full([BN], TILE, tl.float32)
-    if not EVEN:
-        size = tl.where(first + tl.arange(0, BN) == N - 1, (keys - (N - 1) * TILE).to(tl.float32), size)
-    return tl.where(far, tl.log2(size) + weight2, -float("inf"))
-
-
-@triton.jit
-def _periphery(POOLED, h, N):
-    """A head's constant in base 2, and its number of tile means: none where the constant is -inf."""
-    weight = tl.load(POOLED + h)
-    return weight * LOG2_E, tl.where(weight == -float("inf"), 0, N)
-
-
-@triton.jit
-def _softmax(s, acc, top, total):
-    """One step of the online softmax over logits s (m, n), some of them -inf: weights, and the rescaled sums so far."""
-    peak = tl.maximum(top, tl.max(s, 1))
-    safe = tl.where(peak == -float("inf"), 0.0, peak)
-    p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(top - safe)
-    return p, acc * shrink[:, None], peak, total * shrink + tl.sum(p, 1)
 
 
 @triton.jit(do_not_specialize=["tokens", "keys", "R", "N", "W", "H", "REP"])
@@ -132,7 +66,7 @@ def _forward(
     row = head.to(tl.int64) * R + r
     listed = LISTS + row * N
     full, short = _count(listed, COUNTS, row, N, EVEN)
-    q = _get(Q, b, h, start, BM, DIM, D, TMA)
+    q = load_rows(Q, b, h, start, BM, DIM, D, TMA)
     acc = tl.zeros([BM, D], tl.float32)
     top = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -140,37 +74,31 @@ def _forward(
     for i in tl.range(0, full * KSUB):
         at = ahead * TILE + i % KSUB * BN
         ahead = tl.load(listed + (i + 1) // KSUB).to(tl.int32)  # a step early: the copy must not wait for it
-        s = _dot(q, _get(K, b, g, at, BN, DIM, D, TMA).T, None, UPCAST)
+        s = dot(q, load_rows(K, b, g, at, BN, DIM, D, TMA).T, None, UPCAST)
         peak = tl.maximum(top, tl.max(s, 1) * scale2)
         p = tl.exp2(s * scale2 - peak[:, None])
         shrink = tl.exp2(top - peak)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v = _get(V, b, g, at, BN, DIM, D, TMA)
-        acc = _dot(p.to(v.dtype), v, acc, UPCAST)
+        v = load_rows(V, b, g, at, BN, DIM, D, TMA)
+        acc = dot(p.to(v.dtype), v, acc, UPCAST)
         top = peak
     if not EVEN:
         for i in tl.range(0, short * KSUB):
             at = (N - 1) * TILE + i * BN
-            s = _dot(q, _get(K, b, g, at, BN, DIM, D, TMA).T, None, UPCAST) * scale2
+            s = dot(q, load_rows(K, b, g, at, BN, DIM, D, TMA).T, None, UPCAST) * scale2
             s = tl.where((at + tl.arange(0, BN) < keys)[None, :], s, -float("inf"))
-            p, acc, top, total = _softmax(s, acc, top, total)
-            v = _get(V, b, g, at, BN, DIM, D, TMA)
-            acc = _dot(p.to(v.dtype), v, acc, UPCAST)
+            p, acc, top, total = softmax_step(s, acc, top, total)
+            v = load_rows(V, b, g, at, BN, DIM, D, TMA)
+            acc = dot(p.to(v.dtype), v, acc, UPCAST)
     if POOL:
-        words = WORDS + row * W
-        low, high = _kept(words, 0, N, W)
-        weight2, means = _periphery(POOLED, h, N)
-        for first in tl.range(0, means, BN):
-            s = _dot(q, _get(MEAN_K, b, g, first, BN, DIM, D, TMA).T, None, UPCAST)
-            s = s * scale2 + _far_bias(low, high, first, N, keys, weight2, BN, TILE, EVEN)[None, :]
-            low, high = _kept(words, first + BN, N, W)
-            p, acc, top, total = _softmax(s, acc, top, total)
-            v = _get(MEAN_V, b, g, first, BN, DIM, D, TMA)
-            acc = _dot(p.to(v.dtype), v, acc, UPCAST)
+        acc, top, total = far_forward(
+            q, acc, top, total, MEAN_K, MEAN_V, WORDS + row * W, POOLED, b, h, g, scale2, keys, N, W,
+            DIM, D, BN, TILE, EVEN, TMA, UPCAST,
+        )  # fmt: skip
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    _put(OUT, acc / total[:, None], b, h, start, BM, DIM, D, TMA)
+    store_rows(OUT, acc / total[:, None], b, h, start, BM, DIM, D, TMA)
     lse = tl.where(empty, -float("inf"), (top + tl.log2(total)) * LN2)
     at = start + tl.arange(0, BM)
     tl.store(LSE + head.to(tl.int64) * tokens + at, lse, mask=at < tokens)
@@ -194,8 +122,8 @@ def _grad_queries(
     row = head.to(tl.int64) * R + r
     listed = LISTS + row * N
     full, short = _count(listed, COUNTS, row, N, EVEN)
-    q = _get(Q, b, h, start, BM, DIM, D, TMA)
-    dout = _get(DOUT, b, h, start, BM, DIM, D, TMA)
+    q = load_rows(Q, b, h, start, BM, DIM, D, TMA)
+    dout = load_rows(DOUT, b, h, start, BM, DIM, D, TMA)
     stat = (head.to(tl.int64) * blocks + block) * BM + tl.arange(0, BM)
     lse = tl.load(LSE2 + stat)
     delta = tl.load(DELTA + stat)
@@ -204,33 +132,26 @@ def _grad_queries(
     for i in tl.range(0, full * KSUB):
         at = ahead * TILE + i % KSUB * BN
         ahead = tl.load(listed + (i + 1) // KSUB).to(tl.int32)
-        k = _get(K, b, g, at, BN, DIM, D, TMA)
-        v = _get(V, b, g, at, BN, DIM, D, TMA)
-        p = tl.exp2(_dot(q, k.T, None, UPCAST) * scale2 - lse[:, None])
-        ds = p * (_dot(dout, v.T, None, UPCAST) - delta[:, None])
-        dq = _dot(ds.to(k.dtype), k, dq, UPCAST)
+        k = load_rows(K, b, g, at, BN, DIM, D, TMA)
+        v = load_rows(V, b, g, at, BN, DIM, D, TMA)
+        p = tl.exp2(dot(q, k.T, None, UPCAST) * scale2 - lse[:, None])
+        ds = p * (dot(dout, v.T, None, UPCAST) - delta[:, None])
+        dq = dot(ds.to(k.dtype), k, dq, UPCAST)
     if not EVEN:
         for i in tl.range(0, short * KSUB):
             at = (N - 1) * TILE + i * BN
-            k = _get(K, b, g, at, BN, DIM, D, TMA)
-            v = _get(V, b, g, at, BN, DIM, D, TMA)
-            s = _dot(q, k.T, None, UPCAST) * scale2 - lse[:, None]
+            k = load_rows(K, b, g, at, BN, DIM, D, TMA)
+            v = load_rows(V, b, g, at, BN, DIM, D, TMA)
+            s = dot(q, k.T, None, UPCAST) * scale2 - lse[:, None]
             p = tl.exp2(tl.where((at + tl.arange(0, BN) < keys)[None, :], s, -float("inf")))
-            ds = p * (_dot(dout, v.T, None, UPCAST) - delta[:, None])
-            dq = _dot(ds.to(k.dtype), k, dq, UPCAST)
+            ds = p * (dot(dout, v.T, None, UPCAST) - delta[:, None])
+            dq = dot(ds.to(k.dtype), k, dq, UPCAST)
     if POOL:
-        words = WORDS + row * W
-        low, high = _kept(words, 0, N, W)
-        weight2, means = _periphery(POOLED, h, N)
-        for first in tl.range(0, means, BN):
-            bias = _far_bias(low, high, first, N, keys, weight2, BN, TILE, EVEN)
-            low, high = _kept(words, first + BN, N, W)
-            k = _get(MEAN_K, b, g, first, BN, DIM, D, TMA)
-            v = _get(MEAN_V, b, g, first, BN, DIM, D, TMA)
-            p = tl.exp2(_dot(q, k.T, None, UPCAST) * scale2 + (bias[None, :] - lse[:, None]))
-            ds = p * (_dot(dout, v.T, None, UPCAST) - delta[:, None])
-            dq = _dot(ds.to(k.dtype), k, dq, UPCAST)
-    _put(DQ, dq * scale, b, h, start, BM, DIM, D, TMA)
+        dq = far_queries(
+            q, dout, lse, delta, dq, MEAN_K, MEAN_V, WORDS + row * W, POOLED, b, h, g, scale2, keys, N, W,
+            DIM, D, BN, TILE, EVEN, TMA, UPCAST,
+        )  # fmt: skip
+    store_rows(DQ, dq * scale, b, h, start, BM, DIM, D, TMA)
 
 
 @triton.jit(do_not_specialize=["blocks", "keys", "R", "N", "H", "G", "SPLITS"])
@@ -246,8 +167,8 @@ def _grad_keys(
     KSUB: tl.constexpr = TILE // BN
     tile = tl.load(ORDER + group * N + tl.program_id(0) // KSUB)
     start = tile * TILE + tl.program_id(0) % KSUB * BN
-    k = _get(K, b, g, start, BN, DIM, D, TMA)
-    v = _get(V, b, g, start, BN, DIM, D, TMA)
+    k = load_rows(K, b, g, start, BN, DIM, D, TMA)
+    v = load_rows(V, b, g, start, BN, DIM, D, TMA)
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
     for rep in range(REP):
@@ -259,28 +180,21 @@ def _grad_keys(
         for i in tl.range(0, tl.load(COUNTS + column) * QSUB):
             block = ahead * QSUB + i % QSUB
             ahead = tl.load(listed + (i + 1) // QSUB).to(tl.int32)
-            q = _get(Q, b, h, block * BM, BM, DIM, D, TMA)
-            dout = _get(DOUT, b, h, block * BM, BM, DIM, D, TMA)
+            q = load_rows(Q, b, h, block * BM, BM, DIM, D, TMA)
+            dout = load_rows(DOUT, b, h, block * BM, BM, DIM, D, TMA)
             stat = (head.to(tl.int64) * blocks + block) * BM + tl.arange(0, BM)
-            s = _dot(k, q.T, None, UPCAST)
-            dp = _dot(v, dout.T, None, UPCAST)
+            s = dot(k, q.T, None, UPCAST)
+            dp = dot(v, dout.T, None, UPCAST)
             p = tl.exp2(s * scale2 - tl.load(LSE2 + stat)[None, :])
-            dv = _dot(p.to(dout.dtype), dout, dv, UPCAST)
+            dv = dot(p.to(dout.dtype), dout, dv, UPCAST)
             ds = p * (dp - tl.load(DELTA + stat)[None, :])
-            dk = _dot(ds.to(q.dtype), q, dk, UPCAST)
+            dk = dot(ds.to(q.dtype), q, dk, UPCAST)
     if POOL:  # each token of a tile carries an equal part of its mean's gradient
-        dim = tl.arange(0, D)
-        far_k = tl.zeros([D], tl.float32)
-        far_v = tl.zeros([D], tl.float32)
-        for split in range(SPLITS):
-            at = ((group.to(tl.int64) * SPLITS + split) * N + tile) * DIM + dim
-            far_k += tl.load(FAR_K + at, mask=dim < DIM, other=0.0)
-            far_v += tl.load(FAR_V + at, mask=dim < DIM, other=0.0)
         size = tl.minimum(TILE, keys - tile * TILE).to(tl.float32)
-        dk += (far_k / size)[None, :]
-        dv += (far_v / size)[None, :]
-    _put(DK, dk * scale, b, g, start, BN, DIM, D, TMA)
-    _put(DV, dv, b, g, start, BN, DIM, D, TMA)
+        dk += far_share(FAR_K, group, SPLITS, N, tile, size, DIM, D)[None, :]
+        dv += far_share(FAR_V, group, SPLITS, N, tile, size, DIM, D)[None, :]
+    store_rows(DK, dk * scale, b, g, start, BN, DIM, D, TMA)
+    store_rows(DV, dv, b, g, start, BN, DIM, D, TMA)
 
 
 @triton.jit(do_not_specialize=["blocks", "keys", "R", "N", "W", "H", "G", "SPLITS", "STEPS"])
@@ -296,30 +210,30 @@ def _grad_means(
     QSUB: tl.constexpr = QUERY_TILE // BM
     first = tl.program_id(0) * BN
     tile = first + tl.arange(0, BN)
-    k = _get(MEAN_K, b, g, first, BN, DIM, D, TMA)
-    v = _get(MEAN_V, b, g, first, BN, DIM, D, TMA)
+    k = load_rows(MEAN_K, b, g, first, BN, DIM, D, TMA)
+    v = load_rows(MEAN_V, b, g, first, BN, DIM, D, TMA)
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
     begin = split * STEPS
     for rep in range(REP):
         h = g * REP + rep
         head = b * H + h
-        weight2, means = _periphery(POOLED, h, N)
+        weight2, means = periphery(POOLED, h, N)
         end = tl.where(means > 0, tl.minimum(begin + STEPS, R), 0)
         words = WORDS + head.to(tl.int64) * R * W
-        low, high = _kept(words + tl.minimum(begin, R - 1) * W, first, N, W)
+        low, high = kept_words(words + tl.minimum(begin, R - 1) * W, first, N, W)
         for block in tl.range(begin * QSUB, end * QSUB):
-            q = _get(Q, b, h, block * BM, BM, DIM, D, TMA)
-            dout = _get(DOUT, b, h, block * BM, BM, DIM, D, TMA)
+            q = load_rows(Q, b, h, block * BM, BM, DIM, D, TMA)
+            dout = load_rows(DOUT, b, h, block * BM, BM, DIM, D, TMA)
             stat = (head.to(tl.int64) * blocks + block) * BM + tl.arange(0, BM)
-            bias = _far_bias(low, high, first, N, keys, weight2, BN, TILE, EVEN)
-            low, high = _kept(words + tl.minimum((block + 1) // QSUB, R - 1) * W, first, N, W)
-            s = _dot(k, q.T, None, UPCAST)
-            dp = _dot(v, dout.T, None, UPCAST)
+            bias = far_bias(low, high, first, N, keys, weight2, BN, TILE, EVEN)
+            low, high = kept_words(words + tl.minimum((block + 1) // QSUB, R - 1) * W, first, N, W)
+            s = dot(k, q.T, None, UPCAST)
+            dp = dot(v, dout.T, None, UPCAST)
             p = tl.exp2(s * scale2 + (bias[:, None] - tl.load(LSE2 + stat)[None, :]))
-            dv = _dot(p.to(dout.dtype), dout, dv, UPCAST)
+            dv = dot(p.to(dout.dtype), dout, dv, UPCAST)
             ds = p * (dp - tl.load(DELTA + stat)[None, :])
-            dk = _dot(ds.to(q.dtype), q, dk, UPCAST)
+            dk = dot(ds.to(q.dtype), q, dk, UPCAST)
     dim = tl.arange(0, D)
     at = ((group.to(tl.int64) * SPLITS + split) * N + tile)[:, None] * DIM + dim[None, :]
     mask = (tile < N)[:, None] & (dim < DIM)[None, :]
@@ -388,8 +302,8 @@ def check(
     scale: float,
 ) -> None:
     """ValueError for what these kernels cannot serve. They always repeat bit by bit, so `deterministic` is free."""
-    if kv_tile != 64:
-        raise ValueError(f"the triton backend works on key tiles of 64 tokens, got {kv_tile}; backend 'fa4' takes 128")
+    if kv_tile not in (64, 128):
+        raise ValueError(f"the triton backend works on key tiles of 64 or 128 tokens, got {kv_tile}")
     if scale < 0:
         raise ValueError(f"the triton backend needs scale >= 0, got {scale}; negate q instead")
     if INTERPRETED:
@@ -415,7 +329,7 @@ def forward(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.forward`: out (B, M, H, D) in `dtype`, q's by default, lse float32 (B, H, M)."""
-    job = _Job(q, k, words, query_tile, kv_tile, scale, pooled, dtype)
+    job = Job(q, k, words, query_tile, kv_tile, scale, pooled, dtype)
     config = job.config("forward")
     out = torch.empty(q.shape, dtype=job.result, device=q.device)
     lse = torch.empty(job.batch, job.heads, job.tokens, dtype=torch.float32, device=q.device)
@@ -450,17 +364,17 @@ def backward(
 
     dtype: of the gradients, q's by default.
     """
-    job = _Job(q, k, words, query_tile, kv_tile, scale, pooled, dtype)
+    job = Job(q, k, words, query_tile, kv_tile, scale, pooled, dtype)
     stats = row_stats(dout, dlse, out, lse, job.rows * query_tile)
     dout = dout.to(q.dtype)
     mean_k, mean_v = job.means(k, v)
     dq = _run_grad_queries(job, q, k, v, mean_k, mean_v, dout, stats, words)
-    far = (None, None, 0) if pooled is None else _run_grad_means(job, q, mean_k, mean_v, dout, stats, words)
+    far = (None, None, 0) if pooled is None else grad_means_of(job, q, mean_k, mean_v, dout, stats, words)
     dk, dv = _run_grad_keys(job, q, k, v, dout, stats, far, words)
     return dq, dk, dv
 
 
-def _run_grad_queries(job: "_Job", q, k, v, mean_k, mean_v, dout, stats, words) -> Tensor:
+def _run_grad_queries(job: "Job", q, k, v, mean_k, mean_v, dout, stats, words) -> Tensor:
     config = job.config("queries")
     dq = torch.empty(q.shape, dtype=job.result, device=q.device)
     lists, counts = query_lists(words, job.columns)
@@ -473,7 +387,7 @@ def _run_grad_queries(job: "_Job", q, k, v, mean_k, mean_v, dout, stats, words) 
     return dq
 
 
-def _run_grad_keys(job: "_Job", q, k, v, dout, stats, far, words) -> tuple[Tensor, Tensor]:
+def _run_grad_keys(job: "Job", q, k, v, dout, stats, far, words) -> tuple[Tensor, Tensor]:
     config = job.config("keys")
     dk, dv = (torch.empty(k.shape, dtype=job.result, device=k.device) for _ in range(2))
     lists, counts = key_lists(words, job.columns)
@@ -487,7 +401,7 @@ def _run_grad_keys(job: "_Job", q, k, v, dout, stats, far, words) -> tuple[Tenso
     return dk, dv
 
 
-def _run_grad_means(job: "_Job", q, mean_k, mean_v, dout, stats, words) -> tuple[Tensor, Tensor, int]:
+def grad_means_of(job: "Job", q, mean_k, mean_v, dout, stats, words) -> tuple[Tensor, Tensor, int]:
     """Partial sums (B * G, splits, N, D) over `splits` runs of query tiles; their number depends on shapes only."""
     config = job.config("keys")
     tiles, groups = triton.cdiv(job.columns, config.n), job.batch * job.groups
@@ -503,7 +417,7 @@ def _run_grad_means(job: "_Job", q, mean_k, mean_v, dout, stats, words) -> tuple
     return far_k, far_v, splits
 
 
-class _Job:
+class Job:
     """Sizes shared by the kernels of one call, and views of its tensors for them."""
 
     def __init__(self, q: Tensor, k: Tensor, words: Tensor, query_tile: int, kv_tile: int, scale: float, pooled, dtype):
@@ -519,8 +433,9 @@ class _Job:
         self.capability, self.memory = ((9, 0), 1 << 20) if INTERPRETED else _card(q.device)
         self.tma = _has_tma(self.capability)
 
-    def config(self, kernel: str) -> Config:
-        return _config(kernel, self.dtype, self.dim, self.query_tile, self.capability, self.memory)
+    def config(self, kernel: str, query_tile: int | None = None) -> Config:
+        """query_tile: take the configuration for query tiles of this size instead of the job's."""
+        return _config(kernel, self.dtype, self.dim, query_tile or self.query_tile, self.capability, self.memory)
 
     def constants(self, config: Config) -> dict:
         return {
@@ -541,7 +456,7 @@ class _Job:
         return (k, v) if self.pooled is None else (tile_means(k, self.kv_tile), tile_means(v, self.kv_tile))
 
     def views(self, *pairs: tuple[Tensor, int]) -> list:
-        """Of each (tensor (B, S, H, D), rows a block): what `_get` and `_put` take."""
+        """Of each (tensor (B, S, H, D), rows a block): what `load_rows` and `store_rows` take."""
         if self.tma:
             return [_descriptor(x, rows, triton.next_power_of_2(self.dim)) for x, rows in pairs]
         rows_first = [x if x.stride(3) == 1 else x.contiguous() for x, _ in pairs]
