@@ -142,8 +142,8 @@ def attend(
         words, (query_tile, kv_tile) = (None, (64, 64)) if selection is None else (selection.words, _tiles(selection))
         options = {"query_tile": query_tile, "kv_tile": kv_tile, "scale": scale, "pooled": pooled}
         return AttnState(*reference.forward(q, k, v, words, **options))
-    if deterministic and backend == "auto" and (selection is None or selection.kv_tile != 64):
-        backend = "torch"  # flash-attn-4 sums gradients of queries in any order
+    if deterministic and backend == "auto":
+        backend = REPEATABLE
     if selection is None:
         return AttnState(*_attend(q, k, v, None, None, backend, 64, 64, scale, deterministic))
     return AttnState(*_attend(q, k, v, selection.words, pooled, backend, *_tiles(selection), scale, deterministic))
@@ -371,14 +371,16 @@ BACKENDS: dict[str, str] = {
     "triton": "foveate.kernels.triton_sparse",
     "fa4": "foveate.kernels.fa4",
 }
+REPEATABLE = "auto, repeatable"  # what `auto` is called among ourselves where gradients must repeat bit by bit
 PACKAGES = {"triton": "triton", "fa4": "flash_attn"}
 
 
 def _load(name: str, q: Tensor, words: Tensor | None, kv_tile: int) -> ModuleType:
     """The kernel module of a backend. Called at run time, so torch.compile need not see what `auto` chooses."""
     kind, tile = q.device.type, 0 if words is None else kv_tile
-    if name == "auto":
-        name, reason = choose_backend(kind, tile, tuple(q.shape[1:]), q.dtype)
+    if name in ("auto", REPEATABLE):
+        repeats = name == REPEATABLE or torch.are_deterministic_algorithms_enabled()
+        name, reason = choose_backend(kind, tile, tuple(q.shape[1:]), q.dtype, repeats)
         _say_once(f"backend {name} for {'sparse' if tile else 'dense'} attention on {kind}: {reason}")
     elif name != "dense" and (missing := unavailable(name, kind)) is not None:
         raise ValueError(f"backend {name} {missing}")
@@ -405,23 +407,27 @@ def choose_backend(
     kv_tile: int = 64,
     shape: tuple[int, int, int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    repeats: bool = False,
 ) -> tuple[str, str]:
     """The backend that `auto` takes on a device type, and why.
 
     kv_tile: of the selection, 0 for dense attention. shape: tokens, heads, head dim, where the table is to be asked.
+    repeats: gradients must repeat bit by bit, as torch.use_deterministic_algorithms asks too.
     """
-    missing = unavailable("fa4", device) or _unfit_for_fa4(dtype, shape)
+    missing = unavailable("fa4", device) or _unfit_for_fa4(dtype, shape, repeats)
     if kv_tile == 0:
         return ("torch", f"torch's own kernel; fa4 {missing}") if missing else _faster_dense(shape)
     if kv_tile == 128 and missing is None:
         return "fa4", "the kernels for key tiles of 128 tokens"
-    missing = unavailable("triton", device) or (f"takes no key tiles of {kv_tile} tokens" if kv_tile != 64 else None)
-    if missing is None:
-        return "triton", "fused block-sparse kernels for this card"
-    return "torch", f"skips tiles on any device; triton {missing}"
+    lacking = unavailable("triton", device)
+    if lacking is None:
+        return "triton", "fused block-sparse kernels for this card" + (f"; fa4 {missing}" if kv_tile == 128 else "")
+    return "torch", f"skips tiles on any device; triton {lacking}"
 
 
-def _unfit_for_fa4(dtype: torch.dtype, shape: tuple[int, int, int] | None) -> str | None:
+def _unfit_for_fa4(dtype: torch.dtype, shape: tuple[int, int, int] | None, repeats: bool) -> str | None:
+    if repeats:
+        return "sums gradients of queries in any order, and these are to repeat bit by bit"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"takes no {dtype}"
     return None if shape is None or shape[2] in fa4.HEAD_DIMS else f"takes no head dim {shape[2]}"

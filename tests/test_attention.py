@@ -320,7 +320,10 @@ def test_auto_takes_the_faster_dense_kernel_of_the_cards_table(fa4_ms, expected,
     assert attention.choose_backend("cuda", 0, (4096, 4, 64), torch.float32)[0] == "torch"
     assert attention.choose_backend("cuda", 64)[0] == "triton"
     assert attention.choose_backend("cuda", 128)[0] == "fa4"
-    assert attention.choose_backend("cuda", 128, (4096, 4, 96))[0] == "torch"
+    name, reason = attention.choose_backend("cuda", 128, (4096, 4, 96))
+    assert (name, "takes no head dim 96" in reason) == ("triton", True)
+    assert attention.choose_backend("cuda", 128, repeats=True)[0] == "triton"
+    assert attention.choose_backend("cuda", 0, repeats=True)[0] == "torch"
     attention.choose_backend.cache_clear()
 
 
