@@ -250,7 +250,9 @@ def write(out: Path, rows: list[dict], verdicts: dict[str, str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     result = {**facts, "limit_flops": RATE, "left_out": verdicts, "rows": rows}
     (out / f"attention_{stamp}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / f"kernels_{stamp}.json").write_text(json.dumps({**facts, "rows": cost_table(rows)}, indent=1) + "\n")
+    half = {str(KERNELS[r["kernel"]][2]): r["budget"] for r in rows if "recall" in r and r["kernel"] in PRICED}
+    table = {**facts, "half_mass": half, "rows": cost_table(rows)}
+    (out / f"kernels_{stamp}.json").write_text(json.dumps(table, indent=1) + "\n")
     fixed = {"lists": "random", "dim": 128}
     plot(rows, "budget", {**fixed, "length": 131072}, out / f"attention_budget_{stamp}.png")
     plot(rows, "length", {**fixed, "budget": 0.1}, out / f"attention_length_{stamp}.png")

@@ -16,7 +16,7 @@ import math
 import os
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ FOLDERS = (Path(__file__).parent / "assets", Path(__file__).parent.parent / "ben
 PATTERN = "kernels_*.json"
 VARIABLE = "FOVEATE_COSTS"  # a table's path, used for every device
 PASSES = ("forward_ms", "backward_ms")
+ON_128 = "foveate on fa4"  # the kernel of a table that sparse attention at 128-token tiles runs on
 Curve = Sequence[tuple[float, float]]
 
 
@@ -60,12 +61,35 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Costs:
-    """Prices of attention on one device. `source` says where they are from; make one with `load` or `for_device`."""
+    """Prices of attention on one device. `source` says where they are from; make one with `load` or `for_device`.
+
+    Sparse attention is priced at key tiles of `tile` tokens: 64 for the Triton kernels, 128 for flash-attn-4's.
+    """
 
     source: str
     rows: tuple[Mapping, ...] = ()
     machine: Machine = MACHINES["cuda"]
     absent: frozenset[str] = frozenset()  # kernels of the table that are not installed here
+    tile: int = 64
+    half_mass: Mapping[str, float] = field(default_factory=dict)  # tile -> budget that half of the true mass takes
+
+    def at(self, tile: int) -> "Costs":
+        """The same prices at key tiles of another size, where the table has them; itself where it does not."""
+        known = any(row["lists"] != "all" and row.get("tile", 64) == tile for row in self.rows)
+        return replace(self, tile=tile) if known else self
+
+    def tile_for(self, tokens: int, heads: int, dim: int) -> tuple[int, str]:
+        """Which tiles make sparse attention faster at equal recall, 64 or 128 tokens, and why.
+
+        At the budgets that half of the attention mass takes on real queries and keys, by the table.
+        """
+        other = self.at(128)
+        if other.tile != 128 or ON_128 in self.absent or not {"64", "128"} <= self.half_mass.keys():
+            return 64, f"{self.source} has no time of flash-attn-4 at 128-token tiles"
+        small, large = (c.sparse(tokens, heads, dim, self.half_mass[str(c.tile)]) for c in (self.at(64), other))
+        return (
+            128 if large < small else 64
+        ), f"{large:.3g} ms with 128-token tiles, {small:.3g} with 64; {self.source}"
 
     def dense(self, tokens: int, heads: int, dim: int, *, passes: Sequence[str] = PASSES) -> float:
         """Milliseconds of dense attention of one sequence (tokens, heads, dim), by the fastest kernel of the table."""
@@ -111,7 +135,8 @@ class Costs:
         return self._measured(tokens, heads, dim, rows[0]["density"], rows, ("select_ms",)) if rows else 0.0
 
     def _sparse_rows(self, periphery: str) -> list[Mapping]:
-        rows = [row for row in self.rows if row["lists"] != "all" and row["periphery"] == periphery]
+        sparse = (row for row in self.rows if row["lists"] != "all" and row.get("tile", 64) == self.tile)
+        rows = [row for row in sparse if row["periphery"] == periphery]
         random = [row for row in rows if row["lists"] == "random"]
         return random or rows
 
@@ -164,8 +189,9 @@ def load(path: Path | str) -> Costs:
         Costs("", rows)._sparse_rows("drop")[0]
     except (OSError, KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a cost table of benchmarks/bench_attention.py: {error!r}") from error
-    absent = frozenset() if importlib.util.find_spec("flash_attn") else frozenset({"fa4 dense"})
-    return Costs(f"{Path(path).name}, {data.get('card', 'unknown card')}", rows, absent=absent)
+    absent = frozenset() if importlib.util.find_spec("flash_attn") else frozenset({"fa4 dense", ON_128})
+    source = f"{Path(path).name}, {data.get('card', 'unknown card')}"
+    return Costs(source, rows, absent=absent, half_mass=data.get("half_mass", {}))
 
 
 @cache

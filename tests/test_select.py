@@ -68,16 +68,16 @@ def test_more_mass_or_budget_only_adds_tiles():
         assert all((small <= large).all() for small, large in pairwise(kept))
 
 
-@pytest.mark.parametrize("query_tile", [64, 128])
+@pytest.mark.parametrize(("query_tile", "kv_tile"), [(64, 64), (128, 64), (128, 128)])
 @pytest.mark.parametrize("text", [1, 30, 64, 200])
-def test_text_is_kept_and_keeps_all(text, query_tile):
+def test_text_is_kept_and_keeps_all(text, query_tile, kv_tile):
     grid = VideoGrid(5, 12, 11, text=text)
     q, k = sample(grid)
-    kept = select(q, k, grid, budget=0.05, query_tile=query_tile).to_dense()
-    assert kept[..., grid.text_tiles()].all()
+    kept = select(q, k, grid, budget=0.05, query_tile=query_tile, kv_tile=kv_tile).to_dense()
+    assert kept[..., grid.text_tiles(kv_tile)].all()
     assert kept[:, :, grid.text_tiles(query_tile)].all()
-    columns = torch.arange(grid.tiles())
-    assert kept[:, :, columns * 64 // query_tile, columns].all(), "own tiles"
+    columns = torch.arange(grid.tiles(kv_tile))
+    assert kept[:, :, columns * kv_tile // query_tile, columns].all(), "own tiles"
     assert not kept[:, :, 0].all()
 
 
@@ -119,6 +119,8 @@ def test_random_keeps_as_many_uniformly():
     selection = select_random(GRID, 2, 3, budget=(0.05, 0.3, 1.0), generator=generator, device="cpu", query_tile=128)
     counts = selection.to_dense().sum(-1)
     assert all((counts[:, head] == count).all() for head, count in enumerate((1, 3, 11)))
+    options = {"budget": 0.3, "generator": generator, "device": "cpu", "query_tile": 128, "kv_tile": 128}
+    assert (select_random(GRID, 1, 1, **options).to_dense().sum(-1) == round(0.3 * GRID.tiles(128))).all()
     many = select_random(GRID, 400, 1, budget=0.3, generator=generator, device="cpu").to_dense().float().mean(0)
     assert (many - 3 / 11).abs().max() < 0.1
     assert torch.equal(before, torch.get_rng_state())

@@ -28,6 +28,7 @@ def select(
     budget: PerHead | None = None,
     mass: PerHead | None = None,
     query_tile: int = 64,
+    kv_tile: int = TILE,
     scale: float | None = None,
 ) -> Selection:
     """The key tiles worth attending to, for every head and query tile of q (B, S, H, D) and k (B, S, G, D).
@@ -56,8 +57,9 @@ def select(
             grid.video,
             dim**-0.5 if scale is None else scale,
             query_tile,
+            kv_tile,
         )
-    return Selection(words, grid, query_tile)
+    return Selection(words, grid, query_tile, kv_tile)
 
 
 @torch.library.custom_op("foveate::select", mutates_args=())
@@ -71,19 +73,20 @@ def _predict_words(
     video: int,
     scale: float,
     query_tile: int,
+    kv_tile: int,
 ) -> Tensor:
     """The bitmap as one operator, by the fused kernel where `auto` takes the triton backend."""
     if choose_backend(q.device.type)[0] == "triton":
         from foveate.kernels.triton_select import predict_words
     else:
         from foveate.kernels.select import predict_words
-    dials = {"video": video, "scale": scale, "query_tile": query_tile, "budget": budget, "mass_target": mass}
-    return predict_words(q, k, a, b, **dials)
+    dials = {"video": video, "scale": scale, "query_tile": query_tile, "kv_tile": kv_tile}
+    return predict_words(q, k, a, b, **dials, budget=budget, mass_target=mass)
 
 
 @_predict_words.register_fake
-def _(q, k, a, b, budget, mass, video, scale, query_tile):
-    rows, columns = (-(-q.shape[1] // tile) for tile in (query_tile, TILE))
+def _(q, k, a, b, budget, mass, video, scale, query_tile, kv_tile):
+    rows, columns = (-(-q.shape[1] // tile) for tile in (query_tile, kv_tile))
     shape = (q.shape[0], q.shape[2], rows, -(-columns // WORD))
     return q.new_empty(shape, dtype=torch.int32)
 
@@ -97,15 +100,17 @@ def select_random(
     generator: torch.Generator,
     device: torch.device | str,
     query_tile: int = 64,
+    kv_tile: int = TILE,
 ) -> Selection:
     """Uniformly random key tiles, as many as `select` keeps of a video: the control that shows what choosing is worth.
 
     No tile is sure of its place, neither the own one nor text. `generator` must live on `device`.
     """
-    rows, columns = grid.tiles(query_tile), grid.tiles()
+    rows, columns = grid.tiles(query_tile), grid.tiles(kv_tile)
     lots = torch.rand(batch, heads, rows, columns, generator=generator, device=device)
     forced = torch.zeros(rows, columns, dtype=torch.bool, device=device)
-    return Selection(keep(lots, forced=forced, budget=per_head("budget", budget, heads, lots.device)), grid, query_tile)
+    kept = keep(lots, forced=forced, budget=per_head("budget", budget, heads, lots.device))
+    return Selection(kept, grid, query_tile, kv_tile)
 
 
 def per_head(name: str, value: PerHead, heads: int, device: torch.device) -> Tensor:
