@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +28,13 @@ from torch import Tensor
 
 from foveate import ReuseConfig, VideoGrid, attend, reuse
 from foveate.attention import Dense, Layer, Policy
+from foveate.held.around import saying
+from foveate.held.attention.budget import Budget
+from foveate.held.attention.mode import Course
+from foveate.held.attention.policy import HoldStates
+from foveate.held.places import Place
+from foveate.held.tracker import RUNNING, Branch, Forward, Inputs, Request
 from foveate.models import adapters
-from foveate.reuse.policy import Reuse
 
 BAR = 0.02
 
@@ -55,7 +61,23 @@ class Drift:
         return tuple(torch.add(x, other, alpha=0.3 * sigma) for x in qkv)  # type: ignore[return-value]
 
 
-def step(policy: Reuse, grid: VideoGrid, index: int, sigma: float, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+class Driven:
+    """The policy of held states with one request and branch, called layer by layer."""
+
+    def __init__(self, layers: int, config: ReuseConfig):
+        self.layers, warmup = layers, config.warmup or 5
+        config = replace(config, warmup=warmup)
+        self.policy = HoldStates(layers, config, Budget(config, list), None, None)
+        self.branch = Branch(0, "cond", None, {})
+        self.request = Request(1, Place(0, 1.0), (), state=Course(), warm_until=warmup)
+
+    def __call__(self, layer: Layer, *qkv: Tensor) -> Tensor:
+        place = Place(layer.step or 0, layer.sigma or 0.0, layer.branch)
+        with saying(RUNNING, Forward(self.request, self.branch, place, Inputs((), {}, None, None, {}))):
+            return self.policy(layer, *qkv)
+
+
+def step(policy: Driven, grid: VideoGrid, index: int, sigma: float, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     out = qkv[0]
     for layer in range(policy.layers):
         out = policy(Layer(layer, "", grid, index, "cond", sigma), *qkv)
@@ -66,10 +88,10 @@ def gate(device: str, dtype: torch.dtype) -> float:
     """Relative error of a held step against the definition, computed in float32 from two plain attentions."""
     grid = VideoGrid(4, 12, 16)
     drift = Drift(grid.tokens, 2, device, dtype)
-    exact = Reuse(1, ReuseConfig(quality=1.0))
+    exact = Driven(1, ReuseConfig(hold="attention", quality=1.0))
     if not torch.equal(step(exact, grid, 0, 1.0, drift.at(1.0)), attend(*drift.at(1.0)).out):
         return float("inf")
-    policy = Reuse(1, ReuseConfig(hold="attention", interval=4, warmup=2, damping=1.0))
+    policy = Driven(1, ReuseConfig(hold="attention", interval=4, warmup=2, damping=1.0))
     for index, sigma in enumerate((1.0, 0.9)):
         step(policy, grid, index, sigma, drift.at(sigma))
     held = step(policy, grid, 2, 0.8, drift.at(0.8)).float()
@@ -100,7 +122,7 @@ def host_seconds(layers: int, repeats: int = 5) -> float:
     """Planning one step of a whole model on the host, measurements taken in."""
     grid = VideoGrid(1, 32, 32)
     q = torch.randn(1, grid.tokens, 1, 32)
-    policy = Reuse(layers, ReuseConfig(hold="attention", quality=0.8, warmup=3, rows=8))
+    policy = Driven(layers, ReuseConfig(hold="attention", quality=0.8, warmup=3, rows=8))
     for index in range(4):
         step(policy, grid, index, 1 - index / 50, (q, q, q))
     found = []
@@ -162,13 +184,12 @@ class Steps:
             anchors, held = [], []
             for index in range(4 + INTERVAL * repeats):
                 if config.interval is None and len(held) >= repeats:
-                    handle.policies[0]._guidance = lambda: next(bend)  # guidance bends: an anchor by order
+                    handle._tracker.newest.guidance = (next(bend),)  # guidance bends: an anchor by order
                 with handle.during(step=index, sigma=1 - index / 1000, branch="cond"):
                     took = seconds(lambda index=index: self.forward(index), 1, self.cuda)
                 if index >= 3:  # everything is compiled, and remembered
-                    (anchors if bool(handle.policies[0].records[-1].fresh.all()) else held).append(took)
-            branch = handle.policies[0].requests[""].branches["cond"]
-            gib = branch.bytes() / handle.policies[0].layers / GIB
+                    (anchors if bool(handle.report().steps[-1].fresh.all()) else held).append(took)
+            gib = handle.bytes_held() / len(self.model.blocks) / GIB
         finally:
             handle.remove()
         return statistics.median(anchors), statistics.median(held), gib

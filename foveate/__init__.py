@@ -1,10 +1,10 @@
 """foveate: sparse training and state-reusing generation for video diffusion transformers."""
 
 from foveate.attention import AttnState, Dense, Layer, Policy, attend, merge
+from foveate.held.config import ReuseConfig
+from foveate.held.handle import ReuseHandle, reuse
+from foveate.held.report import ReuseReport
 from foveate.parallel.handle import ParallelConfig, ParallelHandle, parallelize
-from foveate.reuse.config import ReuseConfig
-from foveate.reuse.handle import ReuseHandle, reuse
-from foveate.reuse.report import ReuseReport
 from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.handle import Handle, sparsify
 from foveate.sparsity.policy import Sparse

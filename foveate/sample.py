@@ -45,11 +45,10 @@ def generate(
             return model(x, torch.full((len(x),), level, device=x.device), condition)
 
     def velocity(x: Tensor, index: int, level: float, stage: str = "") -> Tensor:
-        wanted = call(f"cond{stage}", x, index, level, condition)
+        wanted = call(f"cond{stage}", x, index, level, condition).float()
         if guidance == 1.0 or condition is None:
-            return wanted.float()
+            return wanted
         plain = call(f"uncond{stage}", x, index, level, None).float()
-        wanted = wanted.float()  # read after both calls: ranks may compute one each (reuse/branches.py)
         return plain + guidance * (wanted - plain)
 
     for index, (now, then) in enumerate(pairwise(levels)):

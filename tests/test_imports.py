@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "foveate"
-ORDER = ["kernels", "tiles", "attention", "models", "sparsity", "parallel", "reuse", "training", "cli"]
+ORDER = ["kernels", "tiles", "attention", "models", "sparsity", "parallel", "held", "training", "cli"]
 LEAVES = {
     "charts",
     "costs",

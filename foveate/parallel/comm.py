@@ -109,6 +109,7 @@ class Group:
         self._group = process_group
         self._nccl = process_group is not None and "nccl" in dist.get_backend_config(process_group)
         self._stream: Any = None
+        self.siblings: list[tuple[int, ...]] = []  # what `partition` made with it, for `release`
 
     def all_to_all(self, send: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], what: str) -> Pending:
         """Rows of `send` (L, ...), `send_rows[i]` of them to each rank i in turn; result: the rows received, by rank.
@@ -174,6 +175,12 @@ class Group:
         flat /= self.size
         for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
             x.copy_(part.view(x.shape))
+
+    def max(self, x: Tensor, what: str) -> Tensor:
+        """The largest of the ranks' values, element by element."""
+        if self.size == 1:
+            return x
+        return torch.stack(self.gather(x[None], [1] * self.size, what).wait()).amax((0, 1))
 
     @contextmanager
     def aside(self, ready: Any) -> Iterator[None]:
@@ -249,19 +256,45 @@ def _used_here(x: Tensor) -> Tensor:
     return x
 
 
+_MADE: dict[Any, tuple[Any, int]] = {}  # process groups in use by ranks, name and timeout, and by how many
+
+
 def partition(groups: Sequence[Sequence[int]], name: str, timeout: float = TIMEOUT) -> Group:
-    """The one of these groups of world ranks that this process is in. All ranks call it alike, in the same order."""
+    """The one of these groups of world ranks that this process is in. All ranks call it alike, in the same order.
+
+    Groups that are in use already are used again; `release` gives one back.
+    """
     own = None
     for ranks in groups:
-        made = None
-        if len(ranks) > 1:
-            limit = timedelta(seconds=timeout + (SPARE if "nccl" in dist.get_backend_config() else 0))
-            made = dist.new_group(list(ranks), timeout=limit, group_desc=f"foveate {name}")
+        made = _process_group(tuple(ranks), name, timeout) if len(ranks) > 1 else None
         if dist.get_rank() in ranks:
             own = Group(ranks, name, made, timeout)
+            own.siblings = [tuple(ranks) for ranks in groups if len(ranks) > 1]
     if own is None:
         raise ValueError(f"rank {dist.get_rank()} is in none of the groups {list(map(list, groups))} of {name}")
     return own
+
+
+def _process_group(ranks: tuple[int, ...], name: str, timeout: float) -> Any:
+    key = dist.group.WORLD, ranks, name, timeout
+    made, users = _MADE.get(key, (None, 0))
+    if not users:
+        limit = timedelta(seconds=timeout + (SPARE if "nccl" in dist.get_backend_config() else 0))
+        made = dist.new_group(list(ranks), timeout=limit, group_desc=f"foveate {name}")
+    _MADE[key] = made, users + 1
+    return made
+
+
+def release(group: Group) -> None:
+    """Give a group of `partition` back, on all ranks alike: the last user's end destroys its process groups."""
+    for ranks in group.siblings:
+        key = dist.group.WORLD, ranks, group.name, group.timeout
+        made, users = _MADE.pop(key, (None, 0))
+        if users > 1:
+            _MADE[key] = made, users - 1
+        elif users == 1 and made is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(made)
+    group.siblings = []
 
 
 def alone(name: str = "alone") -> Group:

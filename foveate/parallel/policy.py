@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foveate.attention import Dense, Layer, Policy, attend, no_autocast
 from foveate.parallel.buffers import Buffers
-from foveate.parallel.comm import TIMEOUT, Group, Shards, partition
+from foveate.parallel.comm import TIMEOUT, Group, Shards, partition, release
 from foveate.parallel.headwise import Heads, exchange_qkv, own_heads, return_out
 from foveate.parallel.lessons import ShardedSight
 from foveate.parallel.plan import LayerPlan, ParallelPlan
@@ -67,6 +67,12 @@ class Ranks:
             outer = self._partition("sequence", lambda s: [range(s + u, s + self.count, head) for u in strides])
             self._made[head] = inner, outer
         return self._made[head]
+
+    def release(self) -> None:
+        """Give the groups back. Nothing may be under way in them, nor come."""
+        for group in (self.context, *(one for pair in self._made.values() for one in pair)):
+            release(group)
+        self._made.clear()
 
     def _partition(self, name: str, groups: Any) -> Group:
         starts = range(0, self.world, self.count)

@@ -8,9 +8,9 @@ import torch
 from rich.console import Console
 
 from foveate.data import to_uint8, write_mp4
+from foveate.held.config import ReuseConfig
+from foveate.held.handle import reuse as reuse_states
 from foveate.models.dit import DiTConfig, VideoDiT
-from foveate.reuse.config import ReuseConfig
-from foveate.reuse.handle import reuse as reuse_states
 from foveate.sample import generate
 from foveate.sparsity.policy import Sparse
 from foveate.training import checkpoint

@@ -103,15 +103,3 @@ def key_counts(layout: Layout, bundles: tuple[Span, ...], local: str) -> Tensor:
         counts = [sum(b - a for a, b in layout.keys(part, bundle, local)) for bundle in bundles]
         rows.append([*counts, layout.tokens - sum(counts)])
     return torch.tensor(rows)
-
-
-def remote_tokens(layout: Layout, bundles: tuple[Span, ...]) -> Tensor:
-    """Tokens of other groups that a part fetches for a bundle: (P, N)."""
-    rows = []
-    for part in range(layout.parts):
-        own = layout.group_of[part]
-        counts = []
-        for a, b in bundles:
-            counts.append(sum(layout.group(g)[1] - layout.group(g)[0] for g in range(a, b) if g != own))
-        rows.append(counts)
-    return torch.tensor(rows)

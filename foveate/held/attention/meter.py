@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from foveate.attention import AttnState
-from foveate.reuse.cache import Span
+from foveate.held.attention.cache import Span
 
 FIELDS = ("aa", "ab", "bb", "ww", "damping")
 MEMORY = 0.5  # weight of the past in a damping's fit

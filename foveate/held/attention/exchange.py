@@ -6,7 +6,7 @@ the rank d places before it; rounds in which nobody does are left out, and so is
 
 from collections.abc import Sequence
 
-from foveate.reuse.layout import Layout, Span
+from foveate.held.attention.layout import Layout, Span
 
 
 def needed(layout: Layout, bundles: Sequence[Span], fresh: Sequence[Sequence[bool]], local: str) -> list[list[int]]:

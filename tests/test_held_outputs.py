@@ -1,4 +1,4 @@
-"""Reuse of the whole model's output: `ReuseConfig(hold="output")` (CASES 19 to 21, 31, 33, 34)."""
+"""The whole model's output held, the default: what is predicted, when it is computed, whose it is."""
 
 from itertools import pairwise
 from typing import Any
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from foveate import ReuseConfig, reuse
+from foveate.held.decide import Question, rule
+from foveate.held.held import Held
 from foveate.models.dit import DiTConfig, VideoDiT
-from foveate.reuse.output import HeldOutput, Run, Trail
 from foveate.sample import generate, schedule
 
 
@@ -105,7 +106,7 @@ def test_no_hits_are_told_once_where_hits_are_wanted(caplog: pytest.LogCaptureFi
         caplog.clear()
         with reuse(target, held(quality=quality)):
             make(target, steps=40)
-        assert sum("was held at none" in record.message for record in caplog.records) == times
+        assert sum("nothing was held" in record.message for record in caplog.records) == times
 
 
 @pytest.mark.parametrize("order", [0, 1])
@@ -173,20 +174,18 @@ def test_branches_have_their_own_outputs_and_are_held_together() -> None:
 
 
 def test_decisions_are_monotone_in_quality() -> None:
-    outputs = []
-    for quality in (0.5, 0.7, 0.9, 0.99):
-        one = HeldOutput(model(), held(quality=quality), lambda: (0, 1.0, ""), list, lambda: None, lambda: "")
-        outputs.append(one)
     for missed in (1e-4, 1e-2, 0.1, 1.0):
-        trail = Trail(noise(), 0.5, noise(), 0.6, torch.tensor(missed), 0.02)
-        run = Run(1, (), None, trails={"": trail}, warm_until=5, anchor=6)
-        holds = [one._decide(run, 7, 0.4) for one in outputs]
+        trail = Held(1, 1.0, (noise(),), 0.5, (noise(),), 0.6, torch.tensor(missed), 0.02)
+        error = trail.error(0.4, missed)
+        assert error == pytest.approx(missed, rel=1e-6)
+        told = {"step": 7, "first": 0, "sigma": 0.4, "steps": None, "anchor": 6, "warm": False}
+        rules = [rule(held(quality=quality)) for quality in (0.5, 0.7, 0.9, 0.99)]
+        holds = [one(Question(**told, error=lambda error=error: error)).hold for one in rules]
         assert holds == sorted(holds, reverse=True)
-        assert run.predicted == pytest.approx(missed, rel=1e-6)
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    for wrong in ({"states": 2}, {"local": "fresh"}, {"cfg": 2}, {"audit": True}):
+    for wrong in ({"states": 2}, {"local": "fresh"}, {"audit": True}):
         with pytest.raises(ValueError, match="holds no layer"):
             held(**wrong)
     with pytest.raises(ValueError, match="attention or output"):

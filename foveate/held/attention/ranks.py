@@ -1,93 +1,33 @@
-"""Reuse on many ranks: how tokens, heads and CFG branches are spread, and the exchange of keys between groups.
+"""Held states on many ranks: which rank has which part, and the exchange of keys between groups.
 
 A layer held whole needs no communication at all. One computed whole goes the way of exact context parallelism
-(`parallel.policy.Parallel`: head-wise, ring). Where a layer keeps several states, keys travel by `schedule.rounds`, all
+(`parallel.policy.Parallel`: head-wise, ring). Where a layer keeps several states, keys travel by `exchange.rounds`, all
 of them under way while a rank attends to its own.
 
 Shapes: B batch, s tokens of this rank, S of its head group, H heads, G key/value heads, h, g this rank's, D head dim.
 """
 
-import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from foveate.attention import Dense
-from foveate.models.adapters import Installed
+from foveate.held.attention.exchange import needed, rounds
+from foveate.held.attention.layout import Layout, ranks
+from foveate.held.config import ReuseConfig
+from foveate.held.team import Team
 from foveate.parallel.comm import Pending, Shards
 from foveate.parallel.headwise import Heads, exchange_qkv, return_out
-from foveate.parallel.plan import LayerPlan, ParallelPlan, contiguous
-from foveate.parallel.policy import Parallel, Ranks
-from foveate.parallel.shard import TokenShards
-from foveate.reuse.config import ReuseConfig
-from foveate.reuse.layout import Layout, ranks
-from foveate.reuse.schedule import needed, rounds
 from foveate.tiles import VideoGrid
 
 
-@dataclass(frozen=True)
-class Degrees:
-    """cfg x sequence x head ranks, the last one fastest. node: sequence ranks of one node."""
+class StateRanks:
+    """What held states do on a team's ranks: where their parts are, and what is exchanged."""
 
-    cfg: int
-    sequence: int
-    head: int
-    node: int
-
-    @classmethod
-    def choose(cls, config: ReuseConfig, heads: int, world: int, local: int) -> "Degrees":
-        """Head-wise inside a node, sequence-wise across, where the configuration leaves it open. local: ranks a node.
-
-        With several states on a single node all of it is sequence-wise: there would be no groups otherwise.
-        """
-        if world % config.cfg:
-            raise ValueError(f"cfg={config.cfg} does not divide the {world} ranks of this job")
-        count = world // config.cfg
-        local = min(local, count)
-        head = config.head
-        if head is None:
-            apart = config.states > 1 and count == local
-            head = 1 if apart else max(n for n in range(1, min(local, heads) + 1) if local % n == 0)
-        if count % head or head > heads:
-            raise ValueError(f"head={head} must divide the {count} ranks of a branch and be at most the {heads} heads")
-        sequence = count // head
-        node = max(1, local // head)
-        return cls(config.cfg, sequence, head, node if sequence % node == 0 else sequence)
-
-
-class Team:
-    """The ranks that generate together. `parallel` computes exact attention; hooks on the model cut its tokens.
-
-    A model that was given to `parallelize` before keeps its own `parallel` and its hooks.
-    """
-
-    def __init__(self, installed: Installed, config: ReuseConfig, parallel: Parallel | None = None):
-        self._tokens: TokenShards | None = None
-        if parallel is not None:
-            self._join(parallel, config)
-            return
-        heads = installed.heads
-        world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        self.config, self.degrees = config, Degrees.choose(config, heads, world, local)
-        degrees = self.degrees
-        self.ranks = Ranks(degrees.sequence * degrees.head)
-        first = LayerPlan(head=degrees.head, sequence=degrees.sequence, heads=contiguous(heads, degrees.head))
-        self.parallel = Parallel(Dense(), self.ranks, ParallelPlan((first,) * len(installed.layers), first))
-        self.inner, self.outer = self.ranks.of(degrees.head)
-        self._tokens = TokenShards(installed, self.ranks.context, self.parallel.cut)
-
-    def _join(self, parallel: Parallel, config: ReuseConfig) -> None:
-        dense = parallel.plan.dense
-        self.config, self.parallel, self.ranks = config, parallel, parallel.ranks
-        self.degrees = Degrees(1, dense.sequence, dense.head, dense.sequence)
-        self.inner, self.outer = self.ranks.of(dense.head)
-
-    def remove(self) -> None:
-        if self._tokens is not None:
-            self._tokens.remove()
+    def __init__(self, team: Team, config: ReuseConfig):
+        assert team.parallel is not None
+        self.team, self.config, self.parallel, self.degrees = team, config, team.parallel, team.degrees
+        self.inner, self.outer = team.ranks.of(team.degrees.head)
 
     def layout(self, grid: VideoGrid, apart: bool) -> Layout:
         """apart: a part a sequence rank, for states that are exchanged; else a part a rank, for layers held whole."""
@@ -96,7 +36,7 @@ class Team:
             sizes = shards.merged(self.degrees.head).sizes
             return ranks(sizes, self.outer.rank, config.groups, self.degrees.node)
         node = self.degrees.node * self.degrees.head
-        return ranks(shards.sizes, self.ranks.context.rank, config.groups, node)
+        return ranks(shards.sizes, self.team.ranks.context.rank, config.groups, node)
 
     def run(self, grid: VideoGrid) -> Shards:
         """How this head group's tokens are cut over it."""
@@ -138,7 +78,7 @@ class Team:
 
     def gather(self, sums: Tensor, apart: bool) -> Tensor:
         """Measured sums (L, 1, N, 5) of this rank -> (L, P, N, 5), the same on all ranks of the branch."""
-        group = self.ranks.context
+        group = self.team.ranks.context
         rows = torch.stack(
             [x[0] for x in group.gather(sums.movedim(1, 0).contiguous(), [1] * group.size, "errors").wait()]
         )
@@ -146,12 +86,6 @@ class Team:
             by_head = rows.unflatten(0, (self.degrees.sequence, self.degrees.head))
             rows = torch.cat([by_head[..., :-1].sum(1), by_head[..., -1:].mean(1)], -1)
         return rows.movedim(0, 1)
-
-    def least(self, value: float, device: torch.device) -> float:
-        """The smallest of the branch's ranks' values, so that all have one cap."""
-        group = self.ranks.context
-        x = torch.tensor([value], dtype=torch.float64, device=device)
-        return float(torch.cat(group.gather(x, [1] * group.size, "free memory").wait()).min())
 
 
 class Fetched:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from foveate.attention import AttnState, attend, merge
-from foveate.reuse.cache import Span
-from foveate.reuse.layout import Layout
-from foveate.reuse.ranks import Fetched
+from foveate.held.attention.cache import Span
+from foveate.held.attention.layout import Layout
+from foveate.held.attention.ranks import Fetched
 
 
 class Keys:

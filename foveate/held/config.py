@@ -15,14 +15,15 @@ class ReuseConfig:
         into the error of one of them (`plan.level_at_a_step`).
     interval: anchors every so many steps and everything held in between, instead of deciding by predicted errors; 1 is
         exact too. For comparisons at equal fresh work; `quality` is not used then.
-    warmup: first steps of every request and branch, all anchors.
+    warmup: first steps of every request, all anchors; None: a fifth of its steps, 2 to 5, or 5 where nobody says how
+        many there are.
     order: 1 extrapolates held states in the noise level from their last two fresh values, 0 leaves them (DiTango's
         rule).
     damping: factor of the extrapolation, a number in 0 ... 1, or None: fitted per layer, part and state at anchors; 1
         where outputs are held.
     hold: what is remembered: the `output` of the whole model, which is then not called at all between anchors
-        (reuse/output.py), or the states of `attention`, layer by layer. Of the settings below only `max_hold`, `head`
-        and `backend` matter for `output`.
+        (held/outputs.py), or the states of `attention`, layer by layer (held/attention). Of the settings below only
+        `max_hold`, `cfg`, `head` and `ranks` matter for `output`.
     groups: into how many groups of keys the sequence is cut; under torchrun groups are runs of ranks.
     states: the most states kept per layer. 1 holds a layer whole; up to `groups` of them let the planner fetch and
         compute some groups and hold others.
@@ -35,14 +36,15 @@ class ReuseConfig:
         anchors only. Costs rows / tokens of exact attention; one process only.
     clamp: largest change of a held log-sum-exp by extrapolation.
     cfg, head: under torchrun, how ranks are spread: cfg x sequence x head. cfg 2 gives each of two CFG branches half of
-        the ranks (pipelines that call the model for "cond", then for "uncond"). head: ranks that share the heads of the
-        same tokens; None: the ranks of a node.
+        the ranks. head: ranks that share the heads of the same tokens; None: the ranks of a node.
+    ranks: under torchrun, whether they work `together` on one result, all given the same inputs, or are `independent`:
+        every rank generates something of its own.
     backend: of the fresh attention, as `attend`'s.
     """
 
     quality: float = 0.9
     interval: int | None = None
-    warmup: int = 5
+    warmup: int | None = None
     order: Literal[0, 1] = 1
     damping: float | None = None
     hold: Literal["attention", "output"] = "output"
@@ -57,6 +59,7 @@ class ReuseConfig:
     clamp: float = 0.7
     cfg: Literal[1, 2] = 1
     head: int | None = None
+    ranks: Literal["together", "independent"] = "together"
     backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -66,7 +69,7 @@ class ReuseConfig:
             raise ValueError(f"order must be 0 (plain hold) or 1 (extrapolated), got {self.order}")
         if self.interval is not None and self.interval < 1:
             raise ValueError(f"interval must be at least 1 (exact), or None to decide by quality, got {self.interval}")
-        if self.warmup < 1 + self.order:
+        if self.warmup is not None and self.warmup < 1 + self.order:
             raise ValueError(
                 f"warmup must be at least {1 + self.order}: states of order {self.order} need so many fresh values, "
                 f"got {self.warmup}"
@@ -75,9 +78,9 @@ class ReuseConfig:
             raise ValueError(f"damping must lie in 0 ... 1, or be None to be fitted, got {self.damping}")
         if self.hold not in ("attention", "output"):
             raise ValueError(f"hold must be attention or output, got {self.hold!r}")
-        if self.hold == "output" and (self.cfg == 2 or self.audit or not self.whole):
+        if self.hold == "output" and (self.audit or not self.whole):
             raise ValueError(
-                "hold='output', the default, holds no layer: cfg=2, states, local='fresh', audit need hold='attention'"
+                "hold='output', the default, holds no layer: states, local='fresh' and audit need hold='attention'"
             )
         if self.hold == "output" and (self.memory_gib is not None or self.dtype is not None):
             raise ValueError("memory_gib and dtype are for held attention states: give hold='attention' too")
@@ -94,6 +97,8 @@ class ReuseConfig:
             raise ValueError(f"dtype must be bfloat16, float16, float32 or None, got {self.dtype!r}")
         if self.cfg not in (1, 2):
             raise ValueError(f"cfg must be 1 or 2, got {self.cfg}")
+        if self.ranks not in ("together", "independent"):
+            raise ValueError(f"ranks must be together or independent, got {self.ranks!r}")
         if self.head is not None and self.head < 1:
             raise ValueError(f"head must be at least 1, or None for the ranks of a node, got {self.head}")
         if self.clamp <= 0:

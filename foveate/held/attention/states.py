@@ -1,4 +1,4 @@
-"""One CFG branch of one request: its held states, what is known of them, and the plan of the step that runs.
+"""All layers' held states of one branch of one request, what is known of them, and the plan of the step that runs.
 
 Shapes: L layers, P parts of this process, N states a layer.
 """
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.reuse import plan as plans
-from foveate.reuse.cache import HeldState
-from foveate.reuse.config import ReuseConfig
-from foveate.reuse.layout import Layout, key_counts, remote_tokens
-from foveate.reuse.meter import FIELDS, LayerMeter, Rows, errors
-from foveate.reuse.plan import History, MemoryPlan, StepPlan
-from foveate.reuse.report import StepRecord
+from foveate.held.attention import plan as plans
+from foveate.held.attention.cache import HeldState
+from foveate.held.attention.layout import Layout, key_counts
+from foveate.held.attention.meter import FIELDS, LayerMeter, Rows, errors
+from foveate.held.attention.plan import History, MemoryPlan, StepPlan
+from foveate.held.config import ReuseConfig
+from foveate.held.report import StepRecord
+from foveate.tiles import VideoGrid
 
 log = logging.getLogger("foveate")
 
@@ -38,10 +39,14 @@ class Pending:
     record: StepRecord
 
 
-class Branch:
-    """States and plans of one branch, all layers. Parts, where not said otherwise, are all parts, of every rank."""
+class LayerStates:
+    """Parts, where not said otherwise, are all parts, of every rank. start: the first step; `config.warmup` is its."""
 
-    def __init__(self, layers: int, layout: Layout, config: ReuseConfig, start: int, device: torch.device):
+    def __init__(
+        self, layers: int, layout: Layout, config: ReuseConfig, start: int, device: torch.device, grid: VideoGrid
+    ):
+        assert config.warmup is not None
+        self.warmup, self.grid = config.warmup, grid
         self.layers, self.layout, self.config, self.start, self.device = layers, layout, config, start, device
         self.memory: MemoryPlan | None = None
         self.plan: StepPlan | None = None
@@ -110,7 +115,7 @@ class Branch:
     @property
     def _storing_from(self) -> int:
         """The first step whose states are kept: as many before the end of warm-up as the order asks for."""
-        return self.start + self.config.warmup - 1 - self.config.order
+        return self.start + self.warmup - 1 - self.config.order
 
     def stores(self, layer: int) -> bool:
         return self.memory is not None and self.memory.held[layer]
@@ -131,19 +136,19 @@ class Branch:
         possible = (
             bool((other.fresh | ~self.history.last.isnan()).all()) and other.fresh.shape == self.history.rate.shape
         )
-        return self.config.adaptive and self.step - self.start >= self.config.warmup and possible
+        return self.config.adaptive and self.step - self.start >= self.warmup and possible
 
     def _decide(self) -> StepPlan:
         config, step = self.config, self.step
         since = step - self.start
         if config.exact:
             return plans.anchor(self.history, "exact")
-        if since < config.warmup:
+        if since < self.warmup:
             return plans.anchor(self.history, "warm-up")
         if self.kinked_at is not None and step - self.kinked_at <= config.order:
             return plans.anchor(self.history, "guidance")
         if config.interval is not None:
-            if (since - config.warmup + 1) % config.interval == 0:
+            if (since - self.warmup + 1) % config.interval == 0:
                 return plans.anchor(self.history, "interval")
             return plans.hold_all(self.history)
         level = plans.level_between(config.quality)
@@ -177,21 +182,17 @@ class Branch:
         for meter in self.meters:
             meter.forget_changes()
 
-    def record(self, request: int, name: str, k: Tensor) -> StepRecord:
-        """What the step that begins computes and moves. name: this branch's. k (B, S, G, D): a layer's keys."""
+    def record(self, request: int, name: str) -> StepRecord:
+        """What the step that begins computes. name: this branch's."""
         plan, layout = self.plan, self.layout
         assert plan is not None
         counts = key_counts(layout, self.bundles, self.config.local)
         lengths = torch.tensor([layout.part(part)[1] - layout.part(part)[0] for part in range(layout.parts)])
         own, apart = counts[:, -1], counts[:, :-1]
         pairs = ((plan.fresh * apart).sum(-1) + own) * lengths
-        per_token = 2 * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()
-        moved = remote_tokens(layout, self.bundles)
         return StepRecord(
             request, self.step, name, self.sigma, plan.reason, plan.fresh, self.predicted,
-            pairs.sum(-1) / layout.tokens**2,
-            bytes_moved=int((plan.fresh * moved).sum()) * per_token,
-            bytes_exact=int(moved.sum()) * self.layers * per_token,
+            pairs.sum(-1) / layout.tokens**2, 0, 0,
         )  # fmt: skip
 
     def end(self, record: StepRecord, gather: Callable[[Tensor], Tensor] | None) -> None:
@@ -246,6 +247,17 @@ class Branch:
 
     def bytes(self) -> int:
         return sum(state.bytes() for layer in self.states for state in layer)
+
+    def learned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Measured rates of error, and errors by layer, of a plain hold and with the slope."""
+        self._take_in()
+        return self.history.rate, self.plain, self.first
+
+    def take_up(self, learned: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Begin with what another model's states have learned, where it has as many."""
+        rate, plain, first = learned
+        if rate.shape == self.history.rate.shape:
+            self.history, self.plain, self.first = replace(self.history, rate=rate), plain, first
 
     def settle(self) -> None:
         """Take in what is still on its way, for a report."""

@@ -1,4 +1,4 @@
-"""Plans of state reuse, and the exchange they ask for: pure functions, on any number of ranks (CASES 25, 31)."""
+"""Plans of state reuse, and the exchange they ask for: pure functions, on any number of ranks."""
 
 import itertools
 
@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foveate.reuse import plan as plans
-from foveate.reuse.layout import one_process, ranks
-from foveate.reuse.plan import History, plan_memory, plan_step
-from foveate.reuse.schedule import needed, rounds
+from foveate.held.attention import plan as plans
+from foveate.held.attention.exchange import needed, rounds
+from foveate.held.attention.layout import one_process, ranks
+from foveate.held.attention.plan import History, plan_memory, plan_step
 
 # The exchange, on any number of ranks.
 

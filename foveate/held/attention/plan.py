@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 ANCHOR_DRIFT = 4.0  # a step whose probes are so many times off what was predicted becomes an anchor
-LEVEL_AT_A_STEP = 0.5  # error level of quality 0 for held outputs
-LEVEL_BETWEEN = 0.04  # and for held states of layers, between two anchors
-
-
-def level_at_a_step(quality: float) -> float:
-    """The relative error that the model's output may have where it is held (output.py): 0 at quality 1."""
-    return LEVEL_AT_A_STEP * (1 - quality)
+LEVEL_BETWEEN = 0.04  # error level of quality 0, between two anchors
 
 
 def level_between(quality: float) -> float:

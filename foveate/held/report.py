@@ -15,8 +15,8 @@ class StepRecord:
     """One forward of one branch.
 
     fresh: bool (L, P, N), states computed. computed: share of exact attention's key-query pairs, by layer (L,).
-    bytes_moved, bytes_exact: key and value bytes that parts take from other groups, here and where all is fresh; on
-    one process parts stand for ranks and nothing moves, this is what would. bytes_held: on this device, this branch.
+    bytes_moved, bytes_exact: what this rank sent to others, and what it sends where all is fresh. bytes_held: on this
+    device, this branch. model: its name in the pipeline.
     predicted: error of holding each state (L, P, N), infinite where not known. actual: the same as sampled rows
     measured it, NaN where they did not: of states computed (what holding would have cost) or, with `audit`, of all.
     """
@@ -33,6 +33,7 @@ class StepRecord:
     bytes_exact: int
     bytes_held: int = 0
     actual: Tensor | None = None
+    model: str = ""
 
     @property
     def hits(self) -> int:
@@ -48,7 +49,7 @@ class StepRecord:
             "actual": _rms(self.actual),
         }
         return {
-            "request": self.request, "step": self.step, "branch": self.branch, "sigma": self.sigma,
+            "request": self.request, "model": self.model, "step": self.step, "branch": self.branch, "sigma": self.sigma,
             "reason": self.reason, "bytes_moved": self.bytes_moved, "bytes_saved": self.bytes_exact - self.bytes_moved,
             "bytes_held": self.bytes_held,
         } | {

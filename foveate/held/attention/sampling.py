@@ -7,21 +7,27 @@ import torch
 from torch import Tensor
 
 from foveate.attention import AttnState, attend
-from foveate.reuse.branch import Branch
-from foveate.reuse.keys import Keys, at_rows, joined
+from foveate.held.attention.keys import Keys, at_rows, joined
+from foveate.held.attention.states import LayerStates
 
 
 def measure(
-    branch: Branch, index: int, q: Tensor, k: Tensor, v: Tensor, states: list[AttnState] | None, own: AttnState | None
+    held: LayerStates,
+    index: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    states: list[AttnState] | None,
+    own: AttnState | None,
 ) -> None:
     """Compare the sampled rows' newest states with what extrapolation gave, where anything asks for it.
 
     states: the layer's, of all rows; None where it is held whole. own: every part's attention to its own keys, where
     that is a piece of the output: it is the probe then.
     """
-    config, rows = branch.config, branch.rows
-    any_fresh = any(any(row) for row in branch.fresh[index])
-    if not branch.measuring or not (any_fresh or config.adaptive or config.audit):
+    config, rows = held.config, held.rows
+    any_fresh = any(any(row) for row in held.fresh[index])
+    if not held.measuring or not (any_fresh or config.adaptive or config.audit):
         return
     queries = q[:, rows.index]
     probing = config.adaptive or config.audit or own is not None  # else nothing asks for drift
@@ -29,12 +35,12 @@ def measure(
         probe = at_rows(own, rows.index)
     else:
         probe = near(queries, k, v, rows.parts, config.backend) if probing else AttnState.empty_like(queries)
-    meter, ahead = branch.meters[index], branch.ahead[index]
+    meter, ahead = held.meters[index], held.ahead[index]
     if not any_fresh and not config.audit:
-        branch.sums[index] = meter.glance(AttnState(probe.out.float(), probe.lse), ahead)
+        held.sums[index] = meter.glance(AttnState(probe.out.float(), probe.lse), ahead)
         return
     if config.audit:
-        sampled = _computed(branch, queries, Keys(branch.layout, q, k, v, None, config.backend))
+        sampled = _computed(held, queries, Keys(held.layout, q, k, v, None, config.backend))
     elif states is None:
         sampled = [AttnState.empty_like(queries)]
     else:
@@ -43,11 +49,11 @@ def measure(
         torch.stack([state.out.float() for state in (*sampled, probe)]),
         torch.stack([state.lse for state in (*sampled, probe)]),
     )
-    fresh = branch.fresh_mask[index]
+    fresh = held.fresh_mask[index]
     seen = torch.ones_like(fresh) if config.audit else fresh.clone()
     seen[:, -1] = probing
-    again = any(flag for row in branch.again[index] for flag in row)
-    branch.sums[index] = meter.observe(new, seen, fresh, ahead, again=again)
+    again = any(flag for row in held.again[index] for flag in row)
+    held.sums[index] = meter.observe(new, seen, fresh, ahead, again=again)
 
 
 def near(queries: Tensor, k: Tensor, v: Tensor, parts: int, backend: str) -> AttnState:
@@ -66,14 +72,13 @@ def near(queries: Tensor, k: Tensor, v: Tensor, parts: int, backend: str) -> Att
     return AttnState(found.out.unflatten(0, (-1, parts)).flatten(1, 2), lse)
 
 
-def _computed(branch: Branch, queries: Tensor, keys: Keys) -> list[AttnState]:
+def _computed(held: LayerStates, queries: Tensor, keys: Keys) -> list[AttnState]:
     """Every bundle's state of the sampled rows, computed for an audit whether it is held or not."""
-    layout, config, first, found = branch.layout, branch.config, branch.layout.mine[0], []
-    for bundle in branch.bundles:
-        spans = [layout.keys(first + local, bundle, config.local) for local in range(len(branch.spans))]
+    layout, config, first, found = held.layout, held.config, held.layout.mine[0], []
+    for bundle in held.bundles:
+        spans = [layout.keys(first + local, bundle, config.local) for local in range(len(held.spans))]
         pieces = [
-            keys.attend(queries[:, branch.rows.of(local)], rows, spans[local])
-            for local, rows in enumerate(branch.spans)
+            keys.attend(queries[:, held.rows.of(local)], rows, spans[local]) for local, rows in enumerate(held.spans)
         ]
         state = joined(pieces)
         found.append(AttnState(state.out, torch.zeros_like(state.lse)) if config.whole else state)

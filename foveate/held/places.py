@@ -1,0 +1,91 @@
+"""Where a forward stands in its denoising loop: step, noise level, branch, from what a pipeline says or its scheduler.
+
+Noise levels are those of flow matching, 1 for pure noise and 0 for none: schedulers that scale the clip by alphas, or
+add noise of any size to it, have s / (a + s) for a clip scaled by a with noise scaled by s.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ADVICE = (
+    "reuse needs the denoising step and noise level of every forward: give foveate.reuse the pipeline and not its "
+    "transformer, or enter handle.during(step=..., sigma=..., branch=...) around each forward"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """steps: of the whole schedule, the last being steps - 1; None where nobody said. schedule: an object that a new
+    generation makes anew, None where there is none.
+    """
+
+    step: int
+    sigma: float
+    branch: str = ""
+    steps: int | None = None
+    schedule: Any = None
+
+
+def place(told: Mapping[str, Any] | None, pipe: Any, time: Any = None) -> Place | None:
+    """Of the forward that begins. told: by `cache_context`, see `Around.told`. time: what the model is given as its
+    timestep, if anything. None where the pipeline's scheduler stands elsewhere than that: then it is another one's
+    forward. Raises ValueError where step and noise level cannot be known.
+    """
+    told = told or {}
+    branch, step, sigma = told.get("name") or "", told.get("step_index"), told.get("sigma")
+    steps, scheduler = told.get("num_inference_steps"), getattr(pipe, "scheduler", None)
+    timesteps = getattr(scheduler, "timesteps", None)
+    if step is not None and sigma is not None:
+        return Place(int(step), float(sigma), branch, steps, timesteps)
+    if timesteps is None or not len(timesteps):
+        raise ValueError(ADVICE)
+    index = _index(scheduler, timesteps, getattr(pipe, "_current_timestep", None))
+    if not agrees(time, float(timesteps[index])):
+        return None
+    return Place(index, noise_level(scheduler, index), branch, len(timesteps), timesteps)
+
+
+def _index(scheduler: Any, timesteps: Tensor, now: Any) -> int:
+    """The scheduler's own index; before its first step that is where it was told to begin, or the pipeline's time."""
+    for name in ("step_index", "begin_index"):
+        index = getattr(scheduler, name, None)
+        if index is not None:
+            return min(int(index), len(timesteps) - 1)
+    if now is not None:
+        found = (timesteps == torch.as_tensor(now, device=timesteps.device)).nonzero()
+        if len(found):
+            return int(found[0])
+    return 0
+
+
+def agrees(time: Any, expected: float) -> bool:
+    """Whether a timestep given to a model is the scheduler's, in one of the ways in which models are told it.
+
+    Only where it is one of them at all: a model with a convention of its own is not judged.
+    """
+    if not isinstance(time, Tensor | float | int):
+        return True
+    given = float(time.detach().float().max()) if isinstance(time, Tensor) else float(time)
+    same = (expected, expected / 1000, 1000 - expected, 1 - expected / 1000)
+    near = [abs(given - one) <= (4.0 if max(one, given) > 1 else 0.004) for one in same]
+    return any(near) or not (0 < given <= 1000)
+
+
+def noise_level(scheduler: Any, index: int) -> float:
+    """Of a scheduler's index, in 0 ... 1. Raises ValueError for one that has neither sigmas nor alphas."""
+    sigmas, alphas = getattr(scheduler, "sigmas", None), getattr(scheduler, "alphas_cumprod", None)
+    if sigmas is not None and len(sigmas) > index:
+        sigma = float(sigmas[index])
+        if float(max(sigmas[0], sigmas[-1])) > 1:
+            return sigma / (1 + sigma)
+        inverted = getattr(getattr(scheduler, "config", None), "invert_sigmas", False)
+        return 1 - sigma if inverted else sigma
+    if alphas is None:
+        raise ValueError(f"{type(scheduler).__name__} has neither sigmas nor alphas_cumprod. {ADVICE}")
+    clip = float(alphas[int(scheduler.timesteps[index])])
+    signal, noise = clip**0.5, (1 - clip) ** 0.5
+    return noise / (signal + noise)
