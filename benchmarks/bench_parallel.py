@@ -39,10 +39,11 @@ from foveate import Predictor, Selection, VideoGrid, attend, select
 from foveate.attention import choose_backend
 from foveate.costs import here
 from foveate.kernels.bits import unpack
+from foveate.parallel.balance import imbalance
 from foveate.parallel.buffers import Buffers
 from foveate.parallel.comm import TRAFFIC, Shards
 from foveate.parallel.headwise import Heads, exchange_qkv, own_heads, return_out
-from foveate.parallel.plan import LayerLoad, Load, Topology, contiguous, imbalance, lay_out, plan_parallel
+from foveate.parallel.plan import LayerLoad, Load, Topology, contiguous, lay_out, plan_parallel
 from foveate.parallel.policy import Ranks
 from foveate.parallel.ring import attend_ring
 from foveate.parallel.sequence import Choice, Job, Kernel, attend_sequence, select_sequence

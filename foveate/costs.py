@@ -72,6 +72,7 @@ class Costs:
     absent: frozenset[str] = frozenset()  # kernels of the table that are not installed here
     tile: int = 64
     half_mass: Mapping[str, float] = field(default_factory=dict)  # tile -> budget that half of the true mass takes
+    _curves: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, tile: int) -> "Costs":
         """The same prices at key tiles of another size, where the table has them; itself where it does not."""
@@ -101,8 +102,8 @@ class Costs:
 
     def kernel(self, name: str, tokens: int, heads: int, dim: int, *, passes: Sequence[str] = PASSES) -> float | None:
         """Milliseconds of one dense kernel of the table (`cudnn dense`, `fa4 dense`); None where it has no row."""
-        rows = [row for row in self.rows if row["kernel"] == name]
-        return self._measured(tokens, heads, dim, 1.0, rows, passes) if rows else None
+        known = any(row["kernel"] == name for row in self.rows)
+        return self._measured(name, tokens, heads, dim, 1.0, passes) if known else None
 
     def sparse(
         self,
@@ -118,21 +119,34 @@ class Costs:
 
         pooled: share of the heads whose periphery is pooled, 0 ... 1.
         """
+        attend = self.attend(tokens, heads, dim, density, pooled=pooled, passes=passes)
+        return attend + self.select(tokens, heads, dim)
+
+    def attend(
+        self,
+        tokens: int,
+        heads: int,
+        dim: int,
+        density: float,
+        *,
+        pooled: float = 0.0,
+        passes: Sequence[str] = PASSES,
+    ) -> float:
+        """The same without choosing the tiles."""
         if not self.rows:
             unit, m = self._arithmetic(tokens, heads, dim, passes), self.machine
             work = m.fixed + m.slope * density + pooled * (m.pool_fixed + m.pool_slope * density)
-            return unit * work + self._arithmetic(tokens, heads, dim, PASSES) * m.select + 2 * m.call_ms
-        drop = self._measured(tokens, heads, dim, density, self._sparse_rows("drop"), passes)
-        far = self._sparse_rows("pool")
-        pool = self._measured(tokens, heads, dim, density, far, passes) if far and pooled else drop
-        return (1 - pooled) * drop + pooled * max(pool, drop) + self.select(tokens, heads, dim)
+            return unit * work + m.call_ms
+        drop = self._measured("drop", tokens, heads, dim, density, passes)
+        pool = self._measured("pool", tokens, heads, dim, density, passes) if pooled else drop
+        return (1 - pooled) * drop + pooled * max(pool, drop)
 
     def select(self, tokens: int, heads: int, dim: int) -> float:
         """Milliseconds of choosing the tiles of one sequence."""
         if not self.rows:
             return self._arithmetic(tokens, heads, dim, PASSES) * self.machine.select + self.machine.call_ms
         rows = [row for row in self._sparse_rows("drop") if row.get("select_ms")]
-        return self._measured(tokens, heads, dim, rows[0]["density"], rows, ("select_ms",)) if rows else 0.0
+        return self._measured("select", tokens, heads, dim, rows[0]["density"], ("select_ms",)) if rows else 0.0
 
     def _sparse_rows(self, periphery: str) -> list[Mapping]:
         sparse = (row for row in self.rows if row["lists"] != "all" and row.get("tile", 64) == self.tile)
@@ -144,21 +158,34 @@ class Costs:
         operations = sum({"forward_ms": 4, "backward_ms": 10}[name] for name in passes)
         return operations * tokens**2 * heads * dim / self.machine.rate * 1e3
 
-    def _measured(
-        self, tokens: int, heads: int, dim: int, density: float, rows: Sequence[Mapping], passes: Sequence[str]
-    ) -> float:
+    def _measured(self, what: str, tokens: int, heads: int, dim: int, density: float, passes: Sequence[str]) -> float:
+        """By a kernel's name, or `drop`, `pool`, `select`."""
+        key = what, dim, tuple(passes)
+        if key not in self._curves:  # a planner asks thousands of times
+            self._curves[key] = self._curve(*key)
+        near, by_length = self._curves[key]
+        curve = [(length, interpolate(points, density, slope=1.0)) for length, points in by_length]
+        below = 1.0 if what in ("drop", "pool", "select") else 2.0
+        return interpolate(curve, tokens, slope=2.0, below=below) * heads * dim / near
+
+    def _curve(self, what: str, dim: int, passes: Sequence[str]) -> tuple[int, list[tuple[int, Curve]]]:
+        """The nearest measured head dim, and by length one head's time over density."""
+        if what in ("drop", "pool"):
+            rows = self._sparse_rows(what) or self._sparse_rows("drop")
+        elif what == "select":
+            rows = [row for row in self._sparse_rows("drop") if row.get("select_ms")]
+        else:
+            rows = [row for row in self.rows if row["kernel"] == what]
         near = min({row["dim"] for row in rows}, key=lambda other: (abs(math.log(other / dim)), other))
         found: dict[int, dict[float, list[float]]] = {}
         for row in rows:
             if row["dim"] == near:
                 time = sum(row[name] for name in passes) / row["heads"]
                 found.setdefault(row["length"], {}).setdefault(row["density"], []).append(time)
-        curve = [
-            (length, interpolate([(d, sum(t) / len(t)) for d, t in sorted(by_density.items())], density, slope=1.0))
+        return near, [
+            (length, [(d, sum(t) / len(t)) for d, t in sorted(by_density.items())])
             for length, by_density in sorted(found.items())
         ]
-        below = 2.0 if rows[0]["lists"] == "all" else 1.0
-        return interpolate(curve, tokens, slope=2.0, below=below) * heads * dim / near
 
 
 def interpolate(curve: Curve, x: float, *, slope: float, below: float | None = None) -> float:

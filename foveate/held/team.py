@@ -5,7 +5,6 @@ two halves of the ranks, one a branch of guidance. A model that has no adapter i
 """
 
 import logging
-import os
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ from foveate.held.tracker import Forward
 from foveate.models import adapters
 from foveate.parallel.comm import Group, partition, release
 from foveate.parallel.handle import ParallelConfig, ParallelHandle, parallelize
+from foveate.parallel.hosts import ask_hosts
 from foveate.parallel.policy import Parallel, Ranks
 
 log = logging.getLogger("foveate")
@@ -66,13 +66,13 @@ class Team:
         world, each = dist.get_world_size(), count * config.cfg
         if world % each:
             raise ValueError(f"cfg={config.cfg} needs {each} ranks, which do not divide the {world} of this job")
-        starts = range(0, world, each)
-        self.everyone = partition([list(range(s, s + each)) for s in starts], "ranks of one result")
+        order, starts = ask_hosts().order, range(0, world, each)
+        self.everyone = partition([order[s : s + each] for s in starts], "ranks of one result")
         self.pair: Group | None = None
         if config.cfg == 2:
-            pairs = [[s + i, s + count + i] for s in starts for i in range(count)]
+            pairs = [[order[s + i], order[s + count + i]] for s in starts for i in range(count)]
             self.pair = partition(pairs, "CFG branches")
-        self.half = dist.get_rank() % each // count
+        self.half = order.index(dist.get_rank()) % each // count
 
     @property
     def ranks(self) -> Ranks:
@@ -81,7 +81,7 @@ class Team:
 
     def _spread(self, model: nn.Module, config: ReuseConfig) -> tuple[Parallel | None, Degrees]:
         world = dist.get_world_size()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        local = ask_hosts().together
         try:
             found = adapters.installed(model)
         except ValueError as error:

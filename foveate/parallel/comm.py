@@ -99,13 +99,17 @@ def _event() -> Any:
 class Group:
     """The ranks that share something. Every rank of the world makes the same groups in the same order (`partition`).
 
-    ranks: of the world, ascending. `rank` is this process's place among them. A group of one moves nothing.
+    ranks: of the world, in any order. `rank` is this process's place among them, and everything that is by rank goes by
+    these places. A group of one moves nothing.
     """
 
     def __init__(self, ranks: Sequence[int], name: str, process_group: Any, timeout: float):
         self.ranks, self.name, self.timeout = tuple(ranks), name, timeout
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
+        # A process group has its ranks in ascending order: its i-th is at place _order[i] of ours.
+        order = sorted(range(self.size), key=self.ranks.__getitem__)
+        self._order = None if order == list(range(self.size)) else order
         self._group = process_group
         self._nccl = process_group is not None and "nccl" in dist.get_backend_config(process_group)
         self._stream: Any = None
@@ -123,12 +127,21 @@ class Group:
             return Pending(self, what, None, lambda: send)
         row = send.element_size() * (send[0].numel() if len(send) else receive[0].numel() if len(receive) else 0)
         TRAFFIC.sent[what.partition(" of ")[0]] += row * (sum(send_rows) - send_rows[self.rank])
-        counts = [[rows * row for rows in side] for side in (receive_rows, send_rows)]
+        order = self._order or range(self.size)
+        counts = [[side[place] * row for place in order] for side in (receive_rows, send_rows)]
 
         def launch(out: Tensor, given: Tensor) -> Any:
             return dist.all_to_all_single(out, given, *counts, group=self._group, async_op=True)
 
-        return self._run(launch, send, receive, what)
+        if self._order is None:
+            return self._run(launch, send, receive, what)
+        parts = send.split(list(send_rows))
+        pending = self._run(launch, torch.cat([parts[place] for place in order]), receive, what)
+
+        def by_place() -> Tensor:
+            return torch.cat(self._by_place(pending.wait().split([receive_rows[place] for place in order])))
+
+        return Pending(self, what, None, by_place)
 
     def gather(self, x: Tensor, rows: Sequence[int], what: str) -> Pending:
         """Every rank's x (rows[rank], ...), in the order of ranks; result: a list of tensors. rows: of every rank."""
@@ -150,9 +163,16 @@ class Group:
         pending = self._run(launch, send, receive, what)
 
         def cut() -> list[Tensor]:
-            return [part[:count] for part, count in zip(pending.wait().split(most), rows, strict=True)]
+            parts = self._by_place(pending.wait().split(most))
+            return [part[:count] for part, count in zip(parts, rows, strict=True)]
 
         return Pending(self, what, None, cut)
+
+    def _by_place(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """What came in the order of the process group, in ours."""
+        if self._order is None:
+            return list(parts)
+        return [part for _, part in sorted(zip(self._order, parts, strict=True), key=lambda pair: pair[0])]
 
     def shift(self, x: Tensor, rows: Sequence[int], what: str) -> Pending:
         """x (rows[rank], ...) goes to the next rank, round; result: what the one before sent. rows: of every rank."""

@@ -35,7 +35,8 @@ log = logging.getLogger("foveate")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How a model is spread. The job's ranks are replicas (data-parallel) x sequence x head, the last one fastest.
+    """How a model is spread. The job's ranks, those of a host together, are replicas (data-parallel) x sequence x head,
+    the last one fastest.
 
     head: ranks that share the heads of the same tokens; sequence: runs of tokens, each on `head` ranks.
     plan: what is decided from measured sparsity every `replan` calls of `step`: nothing (`fixed`: heads in order),
@@ -79,8 +80,9 @@ def parallelize(
     """Run every self-attention of a model, and its blocks' tokens, on head x sequence ranks. On all ranks alike.
 
     model: any that models/adapters.py has a row with a Sharding for, on its device; `sparsify` it before, wrap it in
-    DDP or FSDP before or after. topology: links, for the planner. Raises ValueError for models that cannot be sharded,
-    degrees that do not divide the job's ranks, and more head ranks than heads.
+    DDP or FSDP before or after. topology: links, for the planner; without it the hosts are asked who shares one, and
+    links are taken to be NVLink and 400 Gbit/s a GPU. Raises ValueError for models that cannot be sharded, degrees that
+    do not divide the job's ranks, and more head ranks than heads.
     """
     if not dist.is_initialized():
         raise ValueError("start the job with torchrun and call torch.distributed.init_process_group() first")
@@ -92,9 +94,8 @@ class ParallelHandle:
 
     def __init__(self, model: nn.Module, config: ParallelConfig, topology: Topology | None, costs: prices.Costs | None):
         self.config, self.steps = config, 0
-        self.topology = topology or Topology(ranks=config.ranks)
-        if self.topology.ranks != config.ranks:
-            raise ValueError(f"the topology has {self.topology.ranks} ranks, head * sequence is {config.ranks}")
+        if topology is not None and topology.ranks != config.ranks:
+            raise ValueError(f"the topology has {topology.ranks} ranks, head * sequence is {config.ranks}")
         found = adapters.installed(model)
         if found is not None and isinstance(found.policy, Parallel):
             raise ValueError("the model is parallelized already: remove() that first")
@@ -102,6 +103,8 @@ class ParallelHandle:
         if config.head > heads:
             raise ValueError(f"{heads} heads cannot be spread over head={config.head} ranks; use sequence instead")
         self.ranks = Ranks(config.ranks, config.timeout)
+        hosts = self.ranks.hosts.of_replica(config.ranks)
+        self.topology = topology or Topology(ranks=config.ranks, hosts=hosts)
         self._everyone = Group(range(dist.get_world_size()), "all ranks", dist.group.WORLD, config.timeout)
         self._own = found is None
         self.installed = found or adapters.install(model, Dense())
@@ -141,7 +144,8 @@ class ParallelHandle:
     def mesh(self) -> Any:
         """A DeviceMesh ("data", "sequence", "head") over all ranks, for FSDP and checkpoints; on all ranks alike."""
         sizes = (self.ranks.replicas, self.config.sequence, self.config.head)
-        return dist.device_mesh.init_device_mesh(self._device.type, sizes, mesh_dim_names=("data", "sequence", "head"))
+        places = torch.tensor(self.ranks.order).view(sizes)
+        return dist.device_mesh.DeviceMesh(self._device.type, places, mesh_dim_names=("data", "sequence", "head"))
 
     def generator(self, *numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
         """A random stream for these numbers (seed, step, ...): the same on all ranks of a replica, others elsewhere."""

@@ -20,6 +20,7 @@ from foveate.attention import Dense, Layer, Policy, attend, no_autocast
 from foveate.parallel.buffers import Buffers
 from foveate.parallel.comm import TIMEOUT, Group, Shards, partition, release
 from foveate.parallel.headwise import Heads, exchange_qkv, own_heads, return_out
+from foveate.parallel.hosts import ask_hosts
 from foveate.parallel.lessons import ShardedSight
 from foveate.parallel.plan import LayerPlan, ParallelPlan
 from foveate.parallel.ring import attend_ring
@@ -46,16 +47,18 @@ class Fixed:
 class Ranks:
     """The context-parallel ranks of this process's replica, and their groups at every head degree.
 
-    World rank = replica * P + r * U + u. `of(U)` makes the groups of a degree when it is first asked for, on all ranks
-    of the world alike.
+    Position = replica * P + r * U + u, and `order` gives the world rank at each position: ranks of a host lie together,
+    whatever the launcher has done (hosts.py). `of(U)` makes the groups of a degree when it is first asked for, on all
+    ranks of the world alike.
     """
 
     def __init__(self, count: int, timeout: float = TIMEOUT):
         world = dist.get_world_size()
         if world % count:
             raise ValueError(f"{count} context-parallel ranks (head * sequence) do not divide the {world} of this job")
-        self.count, self.timeout, self.world = count, timeout, world
-        self.replica, self.replicas = dist.get_rank() // count, world // count
+        self.hosts = ask_hosts(timeout)
+        self.count, self.timeout, self.world, self.order = count, timeout, world, self.hosts.order
+        self.replica, self.replicas = self.order.index(dist.get_rank()) // count, world // count
         self.context = self._partition("context", lambda start: [range(start, start + count)])
         self._made: dict[int, tuple[Group, Group]] = {}
 
@@ -76,7 +79,8 @@ class Ranks:
 
     def _partition(self, name: str, groups: Any) -> Group:
         starts = range(0, self.world, self.count)
-        return partition([list(ranks) for start in starts for ranks in groups(start)], name, self.timeout)
+        found = [[self.order[place] for place in places] for start in starts for places in groups(start)]
+        return partition(found, name, self.timeout)
 
 
 @dataclass
