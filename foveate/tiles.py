@@ -14,6 +14,7 @@ from foveate.kernels import bits
 
 TILE = 64
 OCTANT = 8
+CUBE = (4, 4, 4)
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,16 @@ class VideoGrid:
     *Tile order* sorts video tokens by 3-D cube and in Morton order inside the cube, so that 8 consecutive tokens are a
     2 x 2 x 2 octant, then cuts the row into runs of 64. Nothing is padded: at odd edges cubes are smaller and a run
     may span two neighbours; only the last run is short. Text tokens follow the video, in their own order.
+
+    cube: frames, height and width of a tile, such as 16 x 1 x 4, whose octants are its eight equal parts. Where the
+    grid is shorter than an edge (an image, for a model trained on clips) it halves and the shortest other doubles.
     """
 
     frames: int
     height: int
     width: int
     text: int = 0
-    cube: tuple[int, int, int] = (4, 4, 4)
+    cube: tuple[int, int, int] = CUBE
 
     def __post_init__(self) -> None:
         if min(self.frames, self.height, self.width) < 1 or self.text < 0:
@@ -70,17 +74,31 @@ class VideoGrid:
 def _order(grid: VideoGrid) -> Tensor:
     sizes = (grid.frames, grid.height, grid.width)
     axes = torch.meshgrid(*(torch.arange(n) for n in sizes), indexing="ij")
-    cubes = [axis // edge for axis, edge in zip(axes, grid.cube, strict=True)]
-    inside = [axis % edge for axis, edge in zip(axes, grid.cube, strict=True)]
+    edges = _fitted(grid.cube, sizes)
+    cubes = [axis // edge for axis, edge in zip(axes, edges, strict=True)]
+    inside = [axis % edge for axis, edge in zip(axes, edges, strict=True)]
     key = torch.zeros(sizes, dtype=torch.int64)
-    for cube, size, edge in zip(cubes, sizes, grid.cube, strict=True):
+    for cube, size, edge in zip(cubes, sizes, edges, strict=True):
         key = key * -(-size // edge) + cube
-    levels = (max(grid.cube) - 1).bit_length()
+    levels = (max(edges) - 1).bit_length()
     for level in reversed(range(levels)):
         for place in inside:
             key = key * 2 + (place >> level & 1)
     video = torch.argsort(key.flatten(), stable=True)
     return torch.cat([video, torch.arange(grid.video, grid.tokens)])
+
+
+def _fitted(cube: tuple[int, int, int], sizes: tuple[int, int, int]) -> list[int]:
+    """A tile's edges on a grid that may be shorter than they are: as many tokens, if the grid has them."""
+    edges = list(cube)
+    for axis in range(3):
+        while edges[axis] % 2 == 0 and edges[axis] >= 2 * sizes[axis]:
+            room = [other for other in range(3) if edges[other] < sizes[other]]
+            if not room:
+                break
+            edges[axis] //= 2
+            edges[min(room, key=lambda other: edges[other])] *= 2
+    return edges
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,14 +31,14 @@ def test_keeping_every_tile_equals_the_plain_model(name: str) -> None:
     assert {layer.grid for layer in policy.layers} == {VideoGrid(*ODD, text=CASES[name].text)}
 
 
-@pytest.mark.parametrize("grid", [ODD, (3, 6, 10)], ids=str)
+@pytest.mark.parametrize(("grid", "shape"), [(ODD, (4, 4, 4)), ((3, 6, 10), (2, 2, 16))], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_sparse_equals_the_masked_plain_model(name: str, grid: tuple[int, int, int]) -> None:
+def test_sparse_equals_the_masked_plain_model(name: str, grid: tuple[int, int, int], shape: tuple) -> None:
     model, inputs = make(name, grid)
     masked = copy.deepcopy(model)
-    mask_tokens(masked, CASES[name], VideoGrid(*grid, text=CASES[name].text), Kept(0.3))
+    mask_tokens(masked, CASES[name], VideoGrid(*grid, text=CASES[name].text, cube=shape), Kept(0.3))
     dense = results(model, inputs)
-    adapters.install(model, Kept(0.3))
+    adapters.install(model, Kept(0.3)).tile_shape = shape
     ours = results(model, inputs)
     assert_same(ours, results(masked, inputs))
     assert (ours["output 0"] - dense["output 0"]).norm() > 1e-3 * dense["output 0"].norm()
@@ -110,6 +110,9 @@ def test_the_built_in_model_is_a_row_too() -> None:
     installed.set_context(step=4, branch="uncond")
     torch.testing.assert_close(model(x, sigma), plain)
     assert [(layer.step, layer.branch, layer.grid) for layer in policy.layers] == [(4, "uncond", VideoGrid(*ODD))] * 2
+    installed.tile_shape = (2, 1, 32)
+    torch.testing.assert_close(model(x, sigma), plain)
+    assert policy.layers[-1].grid == VideoGrid(*ODD, cube=(2, 1, 32))
     with pytest.raises(ValueError, match="already"):
         adapters.install(model, Dense())
     installed.remove()

@@ -1,4 +1,4 @@
-"""Grids, tile order and selections (CASES 3, 5, 9, 16)."""
+"""Grids, tile order and selections."""
 
 import pytest
 import torch
@@ -29,6 +29,24 @@ def test_tiles_are_cubes_and_octants_are_eight_neighbours() -> None:
     for run, edge in ((64, 4), (8, 2)):
         corners = places.unflatten(0, (-1, run))
         assert torch.equal(corners.amax(1) - corners.amin(1), torch.full((96 * 8 // run, 3), edge - 1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cube", "tile"),
+    [
+        ((16, 12, 8), (16, 1, 4), (16, 1, 4)),
+        ((16, 12, 8), (2, 4, 8), (2, 4, 8)),
+        ((4, 12, 8), (16, 1, 4), (4, 4, 4)),  # the clip is short: its tiles grow in the shortest other edge
+        ((1, 16, 16), (4, 4, 4), (1, 8, 8)),  # an image
+        ((1, 1, 128), (4, 4, 4), (1, 1, 64)),
+    ],
+)
+def test_tiles_of_any_shape_fit_the_grid(sizes: tuple, cube: tuple, tile: tuple) -> None:
+    grid = VideoGrid(*sizes, cube=cube)
+    places = torch.stack(torch.unravel_index(grid.order(), sizes), dim=-1).unflatten(0, (-1, 64))
+    assert torch.equal(places.amax(1) - places.amin(1) + 1, torch.tensor(tile).expand(len(places), 3))
+    octants = places.unflatten(1, (8, 8))
+    assert ((octants.amax(2) - octants.amin(2) + 1).prod(-1) == 8).all(), "an octant is a box of eight tokens"
 
 
 def test_odd_edges_shrink_cubes_instead_of_padding() -> None:

@@ -9,7 +9,7 @@ Not covered: cross-attention, which is left alone, and masked, block-causal or K
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from foveate.models.ltx import LTXProcessor, ltx_grid
 from foveate.models.processor import Context, Processor, Shard, share_compiled_blocks
 from foveate.models.sharding import PerToken, Sharding
 from foveate.models.wan import WanProcessor, wan_grid
-from foveate.tiles import VideoGrid
+from foveate.tiles import CUBE, VideoGrid
 
 log = logging.getLogger("foveate")
 
@@ -189,6 +189,18 @@ class Installed:
     def shard(self, shard: Shard | None) -> None:
         self._context.shard = shard
 
+    @property
+    def tile_shape(self) -> tuple[int, int, int]:
+        """Frames, height and width of the tiles that every forward's grid is cut into (see `VideoGrid`).
+
+        Assign another between training steps; what was learned about tiles and octants of the old shape is void then.
+        """
+        return self._context.tile_shape
+
+    @tile_shape.setter
+    def tile_shape(self, shape: Sequence[int]) -> None:
+        self._context.tile_shape = VideoGrid(1, 1, 1, cube=tuple(shape)).cube
+
     def blocks(self) -> list[nn.Module]:
         """The innermost modules that `adapter.sharding.blocks` names, in order. ValueError where it names none."""
         pattern = self.adapter.sharding.blocks if self.adapter.sharding else ""
@@ -295,7 +307,16 @@ class _PolicyInstalled(Installed):
         self._original, self._root.policy = self._root.policy, self
         self._root.cache_context = self._during
 
+    @property
+    def tile_shape(self) -> tuple[int, int, int]:
+        return self._root.tile_shape
+
+    @tile_shape.setter
+    def tile_shape(self, shape: Sequence[int]) -> None:
+        self._root.tile_shape = VideoGrid(1, 1, 1, cube=tuple(shape)).cube
+
     def _leave(self) -> None:
+        self._root.tile_shape = CUBE
         if vars(self._root).get("cache_context") == self._during:
             del self._root.cache_context
         if self._root.policy is self:

@@ -8,7 +8,7 @@ into raster order once, at exit.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foveate.attention import HEAD_DIMS, Dense, Layer, Policy
-from foveate.tiles import VideoGrid
+from foveate.tiles import CUBE, VideoGrid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,7 @@ class VideoDiT(nn.Module):
         super().__init__()
         self.config = config
         self.policy: Policy = Dense()
+        self.tile_shape = CUBE  # of the tiles that `policy` sees; a policy may ask for others
         patch_dim = config.channels * math.prod(config.patch)
         self.embed = nn.Linear(patch_dim, config.width)
         self.time = nn.Sequential(nn.Linear(256, config.width), nn.SiLU(), nn.Linear(config.width, config.width))
@@ -102,7 +103,7 @@ class VideoDiT(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, sigma: Tensor, condition: Tensor | None = None) -> Tensor:
-        grid = self.config.grid(*x.shape[2:])
+        grid = replace(self.config.grid(*x.shape[2:]), cube=self.tile_shape)
         order = grid.order().to(x.device)
         rotary = rotary_table(grid, self.config.head_dim).to(x.device)[order]
         tokens = self.embed(self._patchify(x)[:, order].to(self.embed.weight.dtype))

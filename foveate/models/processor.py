@@ -8,7 +8,7 @@ Shapes: B batch, S tokens (video and joint text), H heads, G key/value heads (G 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foveate.attention import Layer, Policy, no_autocast, unavailable
-from foveate.tiles import VideoGrid
+from foveate.tiles import CUBE, VideoGrid
 
 Shard = Callable[[VideoGrid], tuple[int, int]]
 """The tokens [first, stop), in tile order, that this process holds of a grid's. They come to the blocks in that order,
@@ -40,7 +40,8 @@ class Call:
 class Context:
     """What the processors of one installed model share. `policy` may be exchanged between forwards.
 
-    shard: where this process holds a part of every sequence only, says which: see `Shard`.
+    shard: where this process holds a part of every sequence only, says which: see `Shard`. tile_shape: of the tiles
+    that grids are cut into, (frames, height, width); changed between training steps only.
     """
 
     def __init__(self, policy: Policy, text_first: bool):
@@ -50,9 +51,11 @@ class Context:
         self.sigma: float | None = None
         self.call: Call | None = None
         self.shard: Shard | None = None
+        self.tile_shape = CUBE
 
     def enter(self, grid: VideoGrid, device: torch.device) -> None:
         """A forward begins, on this grid."""
+        grid = replace(grid, cube=self.tile_shape)
         if self.shard is None:
             (there, back), tokens = tile_orders(grid, self.text_first, device), grid.tokens
         else:
