@@ -46,7 +46,7 @@ def train(
     if text_encoder is not None:
         from foveate.training.text import embed_captions
 
-        clips = open_clips(config, "train").clips
+        clips = open_clips(config, "train").clips + open_clips(config, "val").clips
         text = embed_captions((clip.caption or "" for clip in clips), text_encoder)
     with watch(console, "train", config.steps) as show:
         trainer = Trainer(config, text=text, on_step=show)

@@ -5,14 +5,14 @@ Frames are given as a player shows them: turned and mirrored by the file's displ
 are numbered in the order of their times; a variable frame rate stays as it is. Not covered: audio, interlacing.
 """
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import av
 import numpy as np
@@ -34,12 +34,11 @@ class UnusableError(Exception):
     """This file, or this stretch of it, cannot be used; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Clip:
+class Clip(NamedTuple):
     """One usable file: its frames' times, and the size (H, W) that it is decoded to, as it is shown."""
 
     name: str
-    path: Path
+    path: str | Path
     label: int = 0
     caption: str | None = None
     times: str | None = None  # see `pack`; None: the container has no usable time stamps, decode from the start
@@ -69,7 +68,7 @@ def probe(source: Clip, size: int | None = None) -> Clip:
 
     size: their short side, never enlarged; None keeps the file's. Raises UnusableError, OSError or FFmpegError.
     """
-    if source.path.stat().st_size == 0:
+    if os.stat(source.path).st_size == 0:
         raise UnusableError("the file is empty")
     with _open(source.path) as (container, stream):
         decoder = _Decoder(container, stream)
@@ -90,8 +89,7 @@ def probe(source: Clip, size: int | None = None) -> Clip:
     measured = (len(times) - 1) / seconds if seconds else 0.0
     if measured and abs(rate / measured - 1) > 0.05:
         rate = measured  # a variable frame rate, or a tag that is wrong
-    clip = replace(
-        source,
+    clip = source._replace(
         times=pack(times) if timed else None,
         frames=len(decoder.times),
         fps=rate or 24.0,
@@ -105,7 +103,7 @@ def probe(source: Clip, size: int | None = None) -> Clip:
 def fit(clip: Clip, size: int) -> Clip:
     """The clip, decoded to a short side of `size`, if it is larger."""
     shrink = min(1.0, size / min(clip.height, clip.width))
-    return replace(clip, height=round(clip.height * shrink), width=round(clip.width * shrink))
+    return clip._replace(height=round(clip.height * shrink), width=round(clip.width * shrink))
 
 
 def decode(clip: Clip, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -223,10 +221,10 @@ class _Decoder:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+def _open(path: str | Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     """The file and its film: the first video stream that is not a cover picture. Opens no other file, no address."""
     only_this = {"protocol_whitelist": "file"}
-    with av.open(str(path.absolute()), options=only_this, metadata_errors="replace") as container:
+    with av.open(str(Path(path).absolute()), options=only_this, metadata_errors="replace") as container:
         kind = container.format.name
         if kind == "webp_pipe":
             raise UnusableError("a still WebP image, or an animated one, which FFmpeg cannot decode; convert it to MP4")

@@ -132,6 +132,6 @@ def _finder(root: Path):
         shown = os.path.relpath(path, root)
         if os.path.isabs(name) or ".." in Path(name).parts:
             shown = os.path.relpath(place, home) if place.startswith(os.path.join(home, "")) else place
-        return file_of(shown.replace(os.sep, "/"), Path(path), place, about, caption), ""
+        return file_of(shown.replace(os.sep, "/"), path, place, about, caption), ""
 
     return find

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 Skip = tuple[str, str]  # (file name, reason)
 SIDECARS = {
@@ -15,12 +16,11 @@ SIDECARS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class File:
+class File(NamedTuple):
     """A regular file. `real` is its place with links in its folders resolved: two names of one place share it."""
 
     name: str
-    path: Path
+    path: str
     real: str
     size: int
     mtime: int  # nanoseconds
@@ -76,14 +76,14 @@ def walk(root: Path) -> Listing:
             elif suffix in SIDECARS:
                 sidecars[suffix] += 1
             else:
-                found.files.append(file_of(name, Path(entry.path), os.path.join(real, entry.name), about))
+                found.files.append(file_of(name, entry.path, os.path.join(real, entry.name), about))
     found.files.sort(key=lambda file: file.name.split("/"))
     found.quiet = [(f"*{suffix}", f"{count} sidecar files, no video") for suffix, count in sorted(sidecars.items())]
     found.quiet += [(".*", f"{hidden} hidden files and folders")] if hidden else []
     return found
 
 
-def file_of(name: str, path: Path, real: str, about: os.stat_result, caption: str | None = None) -> File:
+def file_of(name: str, path: str, real: str, about: os.stat_result, caption: str | None = None) -> File:
     """A file from what `os.stat` says of it."""
     return File(name, path, real, about.st_size, about.st_mtime_ns, identity(about), caption)
 

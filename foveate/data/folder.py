@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from foveate.data import captions, index
@@ -25,13 +25,21 @@ class Folder:
     quiet: list[Skip]
 
 
-def read(root: Path, *, exclude: Sequence[str], leave_out: Sequence[Path], classes: Sequence[str] | None) -> Folder:
+def read(
+    root: Path,
+    *,
+    exclude: Sequence[str] = (),
+    leave_out: Sequence[Path] = (),
+    classes: Sequence[str] | None = None,
+) -> Folder:
     """What `root` holds. `exclude` are names, `leave_out` folders whose files are left out wherever they are met.
 
     Raises ValueError when `root` is no folder, or its captions or class folders do not serve.
     """
     files, folders, skipped, quiet = _files(root)
     for other in leave_out:
+        if root.resolve().is_relative_to(other.resolve()):
+            raise ValueError(f"{root} lies in {other}, whose files are not to be trained on; give another folder")
         inside = {file.identity for file in _files(other)[0]} if other.is_dir() else set()
         kept = without(files, inside)
         if len(kept) < len(files):
@@ -80,7 +88,7 @@ def _classes(
         if not inside:
             skipped.append((clip.name, "lies beside class folders, so it has no class"))
         elif top in label:
-            kept.append((file, replace(clip, label=label[top])))
+            kept.append((file, clip._replace(label=label[top])))
         else:
             skipped.append((clip.name, f"training has no class {top}"))
     return kept, names, skipped

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from foveate import costs
 from foveate.data import Clips
+from foveate.data.captions import CAPTIONS
+from foveate.data.folder import read
 from foveate.models.dit import VideoDiT
 from foveate.sparsity.policy import Sparse
 from foveate.training import checkpoint
@@ -259,11 +261,23 @@ class Trainer:
 
 
 def open_clips(config: TrainConfig, split: Literal["train", "val"]) -> Clips:
-    """The clips a run learns from, or those it is judged by."""
-    return Clips(
-        config.data, frames=config.frames, height=config.height, width=config.width, stride=config.stride, split=split,
-        zoom=config.zoom, exclude=config.exclude,
-    )  # fmt: skip
+    """The clips a run learns from, or those it is judged by. ValueError where they do not serve."""
+    open_ = partial(
+        Clips, frames=config.frames, height=config.height, width=config.width, stride=config.stride, zoom=config.zoom
+    )
+    apart = config.validation
+    inside = config.out.resolve().is_relative_to(config.data.resolve())  # a run's own files are no clips
+    leave_out = [folder for folder in (apart, config.out if inside else None) if folder is not None]
+    if apart is None or split == "train":
+        fraction = config.val_fraction if apart is None else 0.0
+        return open_(
+            config.data, split=split, val_fraction=fraction, val_by=config.val_by, exclude=config.exclude,
+            leave_out=leave_out,
+        )  # fmt: skip
+    if config.model.text_dim and not (apart / CAPTIONS).is_file():
+        raise ValueError(f"the model takes text, but {apart} has no {CAPTIONS}")
+    training = read(config.data, exclude=config.exclude, leave_out=leave_out)
+    return open_(apart, split="all", classes=training.classes or None)
 
 
 def choose_conditions(config: TrainConfig, classes: int, text: Mapping[str, Tensor] | None) -> Conditions:

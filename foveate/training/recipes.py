@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from foveate.models.dit import DiTConfig
 
@@ -13,6 +14,12 @@ class TrainConfig:
     # What it learns from, and at what size.
     data: Path
     """Folder of clips: plain, one folder a class, or with captions.jsonl."""
+    validation: Path | None = None
+    """Folder of clips that only judge the run; without one, a part of `data` is held out."""
+    val_fraction: float = 0.2
+    """Part of `data` that is held out for validation."""
+    val_by: Literal["auto", "clips", "frames"] = "auto"
+    """Hold out whole clips, or the last frames of each; auto: clips, where the fraction is at least one clip."""
     out: Path
     """Folder of this run: history, checkpoints."""
     frames: int = 20
@@ -78,6 +85,8 @@ class TrainConfig:
         for name in (*counts, "validation_clips"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.val_fraction < 1:
+            raise ValueError(f"val_fraction is the part held out, between 0 and 1, got {self.val_fraction}")
         if not 0 < self.budget <= 1:
             raise ValueError(f"budget is the kept fraction of tiles, above 0 and at most 1, got {self.budget}")
         if not set(self.dense_layers) <= set(range(self.model.depth)):
