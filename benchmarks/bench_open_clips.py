@@ -35,7 +35,7 @@ def make(root: Path, count: int) -> None:
     ]
     index._save(root, rows)
     for number in range(4):
-        write_mp4(root / f"class-{number:02}" / f"real-{number}.mp4", np.full((240, 64, 64, 3), 99, np.uint8), 24)
+        write_mp4(root / f"class-{number:02}" / f"real-{number}.mp4", np.full((80, 64, 64, 3), 99, np.uint8), 24)
 
 
 def main() -> None:
