@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from foveate.data import Clips, write_mp4
 from foveate.models.dit import DiTConfig
+from foveate.training.flow import fixed_batches
 from foveate.training.loop import open_clips
 from foveate.training.recipes import TrainConfig
 
@@ -260,6 +262,17 @@ def test_validation_takes_the_classes_of_training(put, tmp_path, config):
     assert ("swim/d.mp4", "training has no class swim") in val.skipped
     with pytest.raises(ValueError, match="class folders of training: jump, run"):
         open_clips(replace(config, validation=tmp_path / "plain"), "val")
+
+
+def test_text_must_cover_the_captions_of_held_out_clips(put, config):
+    root = put(*(f"{n}.mp4" for n in range(5)))
+    write_captions(root, [(f"{n}.mp4", f"caption {n}") for n in range(5)])
+    train, val = open_clips(config, "train"), open_clips(config, "val")
+    text = {clip.caption or "": torch.ones(3) for clip in train.clips}
+    with pytest.raises(ValueError, match=f"no embedding for the caption '{val.clips[0].caption}'"):
+        fixed_batches(val, 1, conditions=text)
+    text |= {clip.caption or "": torch.zeros(3) for clip in val.clips}
+    assert [batch.condition.tolist() for batch in fixed_batches(val, 1, levels=1, conditions=text)] == [[[0.0] * 3]]
 
 
 def test_a_runs_own_films_are_not_its_clips(put, tmp_path, config):

@@ -76,6 +76,8 @@ def condition(found: ClipBatch, conditions: Conditions, classes: int, dropped: T
     if conditions == "label":
         return found.labels.masked_fill(dropped, classes)
     assert not isinstance(conditions, str)
+    if unknown := [caption for caption in found.captions if (caption or "") not in conditions]:
+        raise ValueError(f"text has no embedding for the caption {unknown[0]!r}; clips held out need theirs, too")
     return torch.stack([conditions[caption or ""] for caption in found.captions]).masked_fill(dropped[:, None], 0.0)
 
 
