@@ -33,7 +33,7 @@ from foveate.tiles import VideoGrid
 
 RATE = 789e12  # operations a second
 GRID = VideoGrid(16, 26, 20)  # of real_qkv
-BUDGETS = (0.026, 0.2, 0.4, 0.6)
+BUDGETS = (0.026, 0.2, 0.6)
 
 
 # Timing

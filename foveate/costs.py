@@ -88,9 +88,8 @@ class Costs:
         if other.tile != 128 or ON_128 in self.absent or not {"64", "128"} <= self.half_mass.keys():
             return 64, f"{self.source} has no time of flash-attn-4 at 128-token tiles"
         small, large = (c.sparse(tokens, heads, dim, self.half_mass[str(c.tile)]) for c in (self.at(64), other))
-        return (
-            128 if large < small else 64
-        ), f"{large:.3g} ms with 128-token tiles, {small:.3g} with 64; {self.source}"
+        why = f"{large:.3g} ms with 128-token tiles, {small:.3g} with 64 at equal recall; {self.source}"
+        return (128 if large < small else 64), why
 
     def dense(self, tokens: int, heads: int, dim: int, *, passes: Sequence[str] = PASSES) -> float:
         """Milliseconds of dense attention of one sequence (tokens, heads, dim), by the fastest kernel of the table."""

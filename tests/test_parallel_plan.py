@@ -15,7 +15,7 @@ from foveate.parallel.layout import Layout, WholeLayer, options
 from foveate.parallel.plan import LayerLoad, Link, Load, Topology, lay_out, plan_parallel
 
 COSTS = Costs("arithmetic")
-TABLE = costs.load(Path(costs.__file__).parent / "assets" / "kernels_h200_202611.json")
+TABLE = costs.load(Path(costs.__file__).parent / "assets" / "kernels_h200_202612.json")
 
 
 @pytest.mark.parametrize(("heads", "ranks"), [(30, 4), (40, 8), (16, 4), (24, 2), (12, 2), (32, 8)])
