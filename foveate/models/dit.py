@@ -21,16 +21,24 @@ from foveate.tiles import CUBE, VideoGrid
 
 @dataclass(frozen=True, kw_only=True)
 class DiTConfig:
-    """Shape of a `VideoDiT`. `classes` > 0 conditions on a label, `text_dim` > 0 on a text embedding (B, text_dim)."""
+    """Shape of a `VideoDiT`."""
 
     channels: int = 3
+    """Channels of the video: 3 for colours."""
     patch: tuple[int, int, int] = (1, 4, 4)
+    """Frames, height and width of the patch that becomes one token."""
     width: int = 128
+    """Width of the residual stream."""
     depth: int = 6
+    """Blocks, one after the other."""
     heads: int = 4
+    """Attention heads; width / heads is the head dim, even, 6 to 256."""
     mlp_ratio: int = 4
+    """Width of a block's MLP, in multiples of the width."""
     classes: int = 0
+    """Classes that it can be told, 0 for none."""
     text_dim: int = 0
+    """Width of the text embedding that it can be told, 0 for none."""
 
     def __post_init__(self) -> None:
         least = {"channels": 1, "width": 1, "depth": 1, "heads": 1, "mlp_ratio": 1, "classes": 0, "text_dim": 0}

@@ -20,7 +20,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from foveate import costs as prices
@@ -32,7 +31,7 @@ from foveate.sparsity.controller import Control, Decision, Plan
 from foveate.sparsity.pairs import Pair, Probe, gap
 from foveate.sparsity.policy import Sparse
 from foveate.sparsity.profile import SparsityProfile
-from foveate.sparsity.summary import as_text, table
+from foveate.sparsity.summary import table
 
 log = logging.getLogger("foveate")
 
@@ -283,12 +282,12 @@ class Handle:
         self._apply()
         self._schedule()
 
-    def summary(self) -> Table:
-        """Per layer: sparse or dense, kept share, pooled heads, measured error and recall at what is kept."""
+    def summary(self) -> str:
+        """A table, per layer: sparse or dense, kept share, pooled heads, measured error and recall at what is kept."""
         return table(self.control, self.profile, self.steps)
 
     def __str__(self) -> str:
-        return as_text(self.summary())
+        return self.summary()
 
     def remove(self) -> None:
         """Give the model back as it was."""

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from foveate.sparsity.controller import Control
 from foveate.sparsity.profile import HeadProfile, SparsityProfile
@@ -13,33 +11,27 @@ from foveate.sparsity.profile import HeadProfile, SparsityProfile
 COLUMNS = ("layer", "attention", "kept", "least head", "most head", "pooled", "error", "recall")
 
 
-def table(control: Control, profile: SparsityProfile, step: int) -> Table:
-    """A row a layer: sparse or dense, kept share, pooled heads, measured error and recall at what is kept."""
+def table(control: Control, profile: SparsityProfile, step: int) -> str:
+    """A line a layer: sparse or dense, kept share, pooled heads, measured error and recall at what is kept."""
     decision, plan = control.decision, control.decision.plan
     gap = "not measured" if control.gap is None else f"{100 * control.gap:+.3f} %"
-    found = Table(
-        title=f"foveate, step {step}: {'sparse' if decision.active else 'dense'}, {decision.reason}; gap {gap}, "
+    title = (
+        f"foveate, step {step}: {'sparse' if decision.active else 'dense'}, {decision.reason}; gap {gap}, "
         f"error level {control.epsilon:.3f}, next measurement at step {control.due}"
     )
-    for name in COLUMNS:
-        found.add_column(name, justify="left" if name in COLUMNS[:2] else "right")
+    rows: list[tuple[str, ...]] = [COLUMNS]
     for index, layer in enumerate(profile.layers):
         if plan is None or layer is None:
-            found.add_row(str(index), "dense", *["-"] * 6)
+            rows.append((str(index), "dense", *["-"] * 6))
             continue
         row, pooled = plan.budgets[index], plan.pooled[index]
         error, recall = expected(layer, profile.budgets, row, pooled)
         state = "sparse" if plan.sparse[index] and decision.active else "dense"
         shares = (f"{100 * x:.1f} %" for x in (sum(row) / len(row), min(row), max(row)))
-        found.add_row(str(index), state, *shares, f"{sum(pooled)} of {len(pooled)}", f"{error:.3f}", f"{recall:.3f}")
-    return found
-
-
-def as_text(shown: Table) -> str:
-    console = Console(width=120, no_color=True)
-    with console.capture() as captured:
-        console.print(shown)
-    return captured.get()
+        rows.append((str(index), state, *shares, f"{sum(pooled)} of {len(pooled)}", f"{error:.3f}", f"{recall:.3f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join((title, *lines))
 
 
 def expected(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from foveate.data import package_clips
 from foveate.training import recipes
@@ -30,7 +31,7 @@ def run_demo(out: Path, data: Path | None, generate_steps: int, console: Console
     page = write(out / "report.html", runs, clips, verdicts, time.perf_counter() - began)
     table = Table("check", "", "measured")
     for check in verdicts:
-        table.add_row(check.name, "[green]passed[/]" if check.passed else "[red]failed[/]", check.detail)
+        table.add_row(check.name, Text("passed", "green") if check.passed else Text("failed", "red"), check.detail)
     console.print(table)
     console.print(f"report: {page.resolve()}", soft_wrap=True)
     return 0 if all(check.passed for check in verdicts) else 1

@@ -5,41 +5,40 @@ import os
 import platform
 
 import torch
-from rich.table import Table
 
 from foveate.attention import BACKENDS, choose_backend, unavailable
+from foveate.training.machine import cores
 
-PACKAGES = ("foveate", "torch", "triton", "diffusers", "flash-attn-4", "av", "safetensors")
+PACKAGES = ("torch", "triton", "diffusers", "flash-attn-4", "safetensors", "av", "rich", "tyro", "matplotlib")
 
 
-def examine() -> Table:
-    """A table of machine, packages, and backends with the reason where one cannot run."""
-    table = Table("what", "found", title="foveate doctor")
-    for name, value in machine().items():
-        table.add_row(name, value)
-    for name, value in packages().items():
-        table.add_row(name, value)
+def examine() -> dict[str, str]:
+    """Machine, packages, and backends with the reason where one cannot run; by name, in the order of reading."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in BACKENDS:
-        table.add_row(f"backend {name}", unavailable(name, device) or "ready")
-    name, reason = choose_backend(device)
-    table.add_row("auto takes", f"{name}: {reason}")
-    return table
+    backends = {f"backend {name}": unavailable(name, device) or "ready" for name in BACKENDS}
+    chosen = ": ".join(choose_backend(device))
+    return machine() | packages() | backends | {"auto takes": chosen}
 
 
 def machine() -> dict[str, str]:
     """Processor, cores, memory, Python, GPUs."""
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     found = {
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "processor": f"{len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} torch threads",
-        "memory": f"{pages / 2**30:.0f} GiB",
+        "processor": f"{cores()} cores, {torch.get_num_threads()} torch threads",
+        "memory": memory(),
     }
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         capability = f"sm_{about.major}{about.minor}"
         found[f"GPU {index}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {capability}"
     return found
+
+
+def memory() -> str:
+    try:
+        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    except (AttributeError, ValueError, OSError):  # a system that does not tell
+        return "unknown"
 
 
 def packages() -> dict[str, str]:

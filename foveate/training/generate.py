@@ -1,11 +1,15 @@
 """From a weights file to an MP4."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from foveate.data import to_uint8, write_mp4
 from foveate.held.config import ReuseConfig
@@ -15,16 +19,66 @@ from foveate.sample import generate
 from foveate.sparsity.policy import Sparse
 from foveate.training import checkpoint
 from foveate.training.flow import stream
-from foveate.training.loop import pick_device
+from foveate.training.machine import pick_device
+from foveate.training.recipes import CHECKPOINT
 
 PREDICTOR = "predictor.safetensors"
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Every dial of a generated clip."""
+
+    model: Path = CHECKPOINT
+    """Weights file that `foveate train` wrote; the demo's by default."""
+    attention: Literal["dense", "sparse"] = "dense"
+    """Compute all of the attention, or what the predictor.safetensors beside the model chooses."""
+    steps: int = 30
+    """Denoising steps."""
+    seed: int = 0
+    """Seed of the noise that the clip is made from."""
+    label: int | None = None
+    """Class of the clip, counted from 0, for a model that was trained on class folders."""
+    prompt: str | None = None
+    """Caption of the clip, for a model that was trained on captions."""
+    text_encoder: str | None = None
+    """Folder or hub name of the encoder that the model was trained with, for --prompt."""
+    unconditional: bool = False
+    """Let a model that takes a label or a prompt make a clip without one."""
+    guidance: float = 1.0
+    """Classifier-free guidance; 1 is off and computes the model once a step."""
+    reuse: float | None = None
+    """Quality in (0, 1] of reusing what earlier denoising steps computed, for example 0.9; 1 is exact."""
+    device: str = "auto"
+    """Device to compute on: auto, cpu, cuda or cuda:N."""
+
+    def __post_init__(self) -> None:
+        if self.attention not in ("dense", "sparse"):
+            raise ValueError(f"--attention must be dense or sparse, got {self.attention!r}")
+        if self.steps < 1:
+            raise ValueError(f"--steps: generation needs at least 1 step, got {self.steps}")
+        if not 0 <= self.guidance < float("inf"):
+            raise ValueError(f"--guidance must be a number of at least 0, got {self.guidance}")
+        if self.reuse is not None:
+            ReuseConfig(quality=self.reuse)
+        if self.unconditional and (self.label is not None or self.prompt is not None):
+            raise ValueError("--unconditional wants a clip without a condition: leave --label and --prompt out")
+        if (self.prompt is None) != (self.text_encoder is None):
+            raise ValueError("--prompt and --text-encoder go together: a caption, and what turns it into numbers")
+        if self.guidance != 1 and self.label is None and self.prompt is None:
+            raise ValueError("--guidance strengthens a condition: give --label or --prompt, or leave it out")
+
+
 def load_model(path: Path, device: str = "cpu") -> tuple[VideoDiT, dict]:
-    """The model of a weights file, ready to generate, and what the file says of itself."""
+    """The model of a weights file, ready to generate, and what the file says of itself. ValueError for other files."""
     weights, about = checkpoint.load_weights(path)
-    model = VideoDiT(DiTConfig.from_dict(about["model"]))
-    model.load_state_dict(weights)
+    try:
+        model = VideoDiT(DiTConfig.from_dict(about["model"]))
+        model.load_state_dict(weights)
+        model.config.grid(*(about["clip"][name] for name in ("frames", "height", "width")))
+    except (KeyError, TypeError, RuntimeError) as error:
+        why = str(error).splitlines()[0] if isinstance(error, RuntimeError) else f"{error} is missing or odd"
+        raise ValueError(f"{path} is no model that `foveate train` wrote: {why}") from None
     return model.eval().requires_grad_(False).to(device), about
 
 
@@ -43,6 +97,50 @@ def load_predictor(path: Path, config: DiTConfig, device: str = "cpu") -> Sparse
     return policy
 
 
+def condition(config: GenerateConfig, model: DiTConfig) -> Tensor | None:
+    """What the model is told about the clip: a label (1,) or a text embedding (1, text_dim), on the CPU.
+
+    ValueError for a condition that the model does not take, and for none where it takes one.
+    """
+    if config.label is not None and not model.classes:
+        raise ValueError(f"--label {config.label}, but this model was trained without labels; leave it out")
+    if config.prompt is not None and not model.text_dim:
+        raise ValueError("--prompt, but this model was trained without captions; leave it out")
+    if config.unconditional:
+        return None
+    if model.classes and config.label is None:
+        raise ValueError(f"this model is told a class: give --label 0 ... {model.classes - 1}, or --unconditional")
+    if model.text_dim and config.prompt is None:
+        raise ValueError("this model is told a caption: give --prompt and --text-encoder, or --unconditional")
+    if config.label is not None:
+        if not 0 <= config.label < model.classes:
+            raise ValueError(f"--label must lie in 0 ... {model.classes - 1} for this model, got {config.label}")
+        return torch.tensor([config.label])
+    if config.prompt is None or config.text_encoder is None:
+        return None
+    from foveate.training.text import embed_captions
+
+    found = embed_captions([config.prompt], config.text_encoder)[config.prompt]
+    if len(found) != model.text_dim:
+        raise ValueError(f"--text-encoder gives {len(found)} numbers, this model was trained on {model.text_dim}")
+    return found[None]
+
+
+def check_target(out: Path, overwrite: bool) -> None:
+    """ValueError where no MP4 can be written to `out`, or where a file is already there."""
+    if out.suffix != ".mp4":
+        raise ValueError(f"{out} must end in .mp4")
+    if out.is_dir():
+        raise ValueError(f"{out} is a folder; give the name of a file")
+    if out.exists() and not overwrite:
+        raise ValueError(f"{out} is there already; give another name, or --overwrite to replace it")
+    home = next(folder for folder in out.absolute().parents if folder.exists())
+    if not home.is_dir():
+        raise ValueError(f"{home} is a file, so {out} cannot lie in it")
+    if not os.access(home, os.W_OK | os.X_OK):
+        raise ValueError(f"{home} cannot be written to (read-only, or not yours); give another place")
+
+
 @contextmanager
 def reusing(model: VideoDiT, quality: float | None, console: Console) -> Iterator[None]:
     """What earlier steps computed, reused at this quality, and what that saved; nothing where it is None."""
@@ -55,40 +153,29 @@ def reusing(model: VideoDiT, quality: float | None, console: Console) -> Iterato
     console.print(f"reuse: {report.computed:.0%} of the attention computed")
 
 
-def generate_file(
-    out: Path,
-    model_file: Path,
-    attention: str,
-    steps: int,
-    seed: int,
-    label: int | None,
-    guidance: float,
-    device: str,
-    console: Console,
-    reuse: float | None = None,
-) -> None:
-    """Generate one clip of the size the model was trained on and write it. ValueError for what cannot be done."""
-    if attention not in ("dense", "sparse"):
-        raise ValueError(f"attention must be dense or sparse, got {attention!r}")
-    if out.suffix != ".mp4":
-        raise ValueError(f"{out} must end in .mp4")
-    device = pick_device(device)
-    model, about = load_model(model_file, device)
-    if attention == "sparse":
-        model.policy = load_predictor(model_file.parent / PREDICTOR, model.config, device)
-    condition = None
-    if label is not None:
-        if not 0 <= label < model.config.classes:
-            raise ValueError(f"label must lie in 0 ... {model.config.classes - 1} for this model, got {label}")
-        condition = torch.tensor([label], device=device)
+def generate_file(out: Path, config: GenerateConfig, console: Console, *, overwrite: bool = False) -> None:
+    """Generate one clip of the size the model was trained on and write it. ValueError for what cannot be done.
+
+    console: for what is worth knowing meanwhile. A file is written whole or not at all.
+    """
+    check_target(out, overwrite)
+    device = pick_device(config.device)
+    model, about = load_model(config.model, device)
+    given = condition(config, model.config)
+    if config.attention == "sparse":
+        model.policy = load_predictor(config.model.parent / PREDICTOR, model.config, device)
     size = about["clip"]
     shape = (1, model.config.channels, size["frames"], size["height"], size["width"])
-    noise = torch.randn(shape, generator=stream(seed)).to(device)
-    with console.status("generating") as status, reusing(model, reuse, console):
+    noise = torch.randn(shape, generator=stream(config.seed)).to(device)
+    with console.status("generating") as status, reusing(model, config.reuse, console):
         video = generate(
-            model, noise, steps=steps, condition=condition, guidance=guidance,
-            progress=lambda done, total: status.update(f"generating: step {done} of {total}"),
+            model, noise, steps=config.steps, condition=None if given is None else given.to(device),
+            guidance=config.guidance, progress=lambda done, total: status.update(f"generating: step {done} of {total}"),
         )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_mp4(out, to_uint8(video)[0], fps=size.get("fps", 25))
-    console.print(f"wrote {out}")
+    partial = out.with_name(f".{out.stem}.partial.mp4")
+    try:
+        write_mp4(partial, to_uint8(video)[0], fps=size.get("fps", 25))
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)

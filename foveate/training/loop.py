@@ -27,6 +27,7 @@ from foveate.models.dit import VideoDiT
 from foveate.sparsity.policy import Sparse
 from foveate.training import checkpoint
 from foveate.training.flow import Batch, Batches, Conditions, fixed_batches, loss
+from foveate.training.machine import pick_device
 from foveate.training.recipes import TrainConfig
 
 log = logging.getLogger("foveate")
@@ -311,14 +312,3 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         return config.lr * (step + 1) / config.warmup
     done = (step - config.warmup) / max(1, config.steps - config.warmup)
     return config.lr * (config.decay_to + (1 - config.decay_to) * (1 + math.cos(math.pi * done)) / 2)
-
-
-def pick_device(name: str) -> str:
-    """`auto` is the GPU where there is one. ValueError for a GPU that is not there."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(
-            "device cuda was asked for, but torch sees no GPU here; use --device cpu, or see `foveate doctor`"
-        )
-    return name

@@ -23,8 +23,11 @@ class TrainConfig:
     out: Path
     """Folder of this run: history, checkpoints."""
     frames: int = 20
+    """Frames of a clip."""
     height: int = 64
+    """Height of a clip in pixels."""
     width: int = 64
+    """Width of a clip in pixels."""
     stride: int = 1
     """Take every n-th frame."""
     zoom: tuple[float, ...] = (1.0, 1.5, 2.0, 3.0)
@@ -32,31 +35,45 @@ class TrainConfig:
     exclude: tuple[str, ...] = ()
     """File names to leave out."""
     model: DiTConfig = field(default_factory=DiTConfig)
+    """Shape of the model."""
     start_from: Path | None = None
     """A weights file to continue from, instead of random weights."""
 
     # Optimisation.
     steps: int = 1000
+    """Steps of the whole run."""
     batch: int = 1
+    """Clips of a step."""
     lr: float = 3e-4
+    """Highest learning rate."""
     warmup: int = 100
+    """Steps over which the learning rate rises."""
     decay_to: float = 1.0
     """Cosine decay of the learning rate to this fraction at the last step; 1 keeps it constant."""
     weight_decay: float = 0.0
+    """Weight decay of AdamW."""
     clip: float = 1.0
+    """Largest norm of the gradient."""
     ema: float = 0.999
+    """Decay of the averaged weights, which model.safetensors holds."""
     seed: int = 0
+    """Seed of weights, batches and noise."""
     device: str = "auto"
+    """Device to train on: auto, cpu, cuda or cuda:N."""
     workers: int = 0
     """Processes that prepare batches ahead."""
 
     # Sparsity: stage 1 is dense while predictors learn, stage 2 computes `budget` of the tiles.
     sparse: bool = True
+    """Go sparse when that costs no more than --gap; without it training stays dense."""
     budget: float = 0.15
-    periphery: str = "pool"
+    """Share of the tiles that sparse attention computes."""
+    periphery: Literal["drop", "pool"] = "pool"
+    """What stands for the other tiles: pool (one mean each) or drop (nothing)."""
     dense_layers: tuple[int, ...] = ()
     """Layers that stay dense in stage 2, as DSV keeps some."""
     rank: int = 16
+    """Rank of the predictors."""
     learn_from: int = 20
     """Steps whose queries and keys give the predictors their start; they are fine-tuned on all that follow."""
     learn_every: int = 1
@@ -78,7 +95,9 @@ class TrainConfig:
 
     # Keeping.
     checkpoint_every: int = 50
+    """Steps between checkpoints."""
     validation_clips: int = 4
+    """Clips that validation is measured on."""
 
     def __post_init__(self) -> None:
         counts = ("frames", "height", "width", "stride", "steps", "batch", "rank", "check_every", "checkpoint_every")

@@ -1,9 +1,9 @@
-"""The small trained Wan that comes with foveate: diffusers' model and pipeline, real footage, no other weights.
+"""The small trained Wan of tests and benchmarks: diffusers' model and pipeline, real footage, no other weights.
 
-`assets/wan_tiny.safetensors` is a `WanTransformer3DModel` of 2.6 M parameters, trained by examples/pretrain_wan.py on
+`tests/assets/wan_tiny.safetensors` is a `WanTransformer3DModel` of 2.6 M parameters, trained by pretrain_wan.py on
 eight Atari games. Its pixels are its latents: 2 x 2 pixels of 3 colours are one latent of 12 channels (space to depth),
-so no VAE is needed, and its text encoder is a table: a word is a fixed random vector. It exists to judge generation
-by the finished video where no large model fits.
+so no VAE is needed, and its text encoder is a table: a word is a fixed random vector. It exists to judge generation by
+the finished video where no large model fits.
 
 Shapes: B batch, F frames, Y height, X width; latents (B, 12, F, Y / 2, X / 2), clips uint8 (B, F, Y, X, 3).
 """
@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-CHECKPOINT = Path(__file__).parent.parent / "assets" / "wan_tiny.safetensors"
+CHECKPOINT = Path(__file__).parent.parent / "tests" / "assets" / "wan_tiny.safetensors"
 GAMES = ("pong", "breakout", "space invaders", "ms pacman", "freeway", "seaquest", "boxing", "enduro")
 FRAMES, HEIGHT, WIDTH = 12, 96, 80  # pixels; 12 x 24 x 20 = 5,760 tokens
 WORDS, TEXT_DIM = 4, 32  # a prompt is at most so many words, each a vector of so many numbers
@@ -64,7 +64,7 @@ def noise(seeds: Sequence[int], shape: tuple[int, int, int] = (FRAMES, HEIGHT, W
 
 
 def load(file: Path = CHECKPOINT, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    """The `WanTransformer3DModel` of a file that examples/pretrain_wan.py wrote, in evaluation mode.
+    """The `WanTransformer3DModel` of a file that benchmarks/pretrain_wan.py wrote, in evaluation mode.
 
     Modules that diffusers keeps in float32 stay so. Raises ValueError for a file without its header.
     """
@@ -73,7 +73,7 @@ def load(file: Path = CHECKPOINT, *, device: str | torch.device = "cpu", dtype: 
     with safe_open(file, "pt") as opened:
         header = opened.metadata() or {}
         if "config" not in header:
-            raise ValueError(f"{file} has no model configuration in its header; make one by examples/pretrain_wan.py")
+            raise ValueError(f"{file} has no model configuration in its header; make one by benchmarks/pretrain_wan.py")
         weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
     model: Any = WanTransformer3DModel(**json.loads(header["config"]))
     model.load_state_dict(weights)  # copies into the parameters' own float32

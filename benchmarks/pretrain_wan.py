@@ -1,7 +1,7 @@
-"""How foveate/assets/wan_tiny.safetensors was made: a small diffusers Wan, on real footage, minutes on one GPU.
+"""How tests/assets/wan_tiny.safetensors was made: a small diffusers Wan, on real footage, minutes on one GPU.
 
     pip install -e '.[diffusers]' ale-py==0.12.1
-    python examples/pretrain_wan.py runs/wan --footage runs/atari.npz [--minutes 6]
+    python benchmarks/pretrain_wan.py runs/wan --footage runs/atari.npz [--minutes 6]
 
 The footage (8 Atari games, 4,000 pictures each, random play, 96 x 80 pixels) is made on the CPU in half a minute where
 the file is not there yet; ale-py (GPL, for this example alone) is needed for that only. Rectified flow, text dropped
@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny_wan
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from tiny_wan import CONFIG, FRAMES, GAMES, HEIGHT, WIDTH
 from torch import Tensor, nn
-
-from foveate.training import tiny_wan
-from foveate.training.tiny_wan import CONFIG, FRAMES, GAMES, HEIGHT, WIDTH
 
 HELD_OUT = 0.1  # of each game's pictures, its last ones
 LEVELS = 4  # noise levels that a held-out clip is judged at
@@ -162,7 +161,7 @@ def save(model: Any, file: Path, options: argparse.Namespace, history: list[dict
     recipe = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
     header = {
         "config": json.dumps({**CONFIG, **options.model}),
-        "recipe": json.dumps({"script": "examples/pretrain_wan.py", **recipe, "end": history[-1]}),
+        "recipe": json.dumps({"script": "benchmarks/pretrain_wan.py", **recipe, "end": history[-1]}),
         "data": f"Atari 2600 through ale-py 0.12.1, random play: {', '.join(GAMES)}; {options.pictures} pictures each, "
         f"every 4th frame, {HEIGHT} x {WIDTH} pixels, last {HELD_OUT:.0%} held out",
     }

@@ -1,0 +1,74 @@
+"""Flags from a file: `--config run.yaml` beside flags, which win."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def expand(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command, with those of its `--config` file (YAML or JSON) before them, where there is one.
+
+    A key of the file is a flag without its dashes; it may hold a mapping (model: {width: 128}), and `_` and `-` are
+    one. Flags that are also given by hand are left out. ValueError for a file that holds no flags; a key that is no
+    flag is left to the parser of flags.
+    """
+    file = _file(arguments)
+    if file is None:
+        return list(arguments)
+    given = {_plain(item.partition("=")[0]) for item in arguments if item.startswith("--")}
+    tokens = []
+    for key, value in _flat(_read(file)):
+        flag = "--" + _plain(key)
+        if flag == "--config":
+            raise ValueError(f"{file} names another file by `config`; one file is read")
+        if not {flag, f"--no-{flag[2:]}"} & given:
+            tokens += _tokens(flag, value)
+    return [*tokens, *arguments]
+
+
+def _file(arguments: Sequence[str]) -> Path | None:
+    for place, item in enumerate(arguments):
+        if item.startswith("--config="):
+            return Path(item.partition("=")[2])
+        if item == "--config" and place + 1 < len(arguments):
+            return Path(arguments[place + 1])
+    return None
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    text = file.read_text(encoding="utf-8")
+    try:
+        if file.suffix == ".json":
+            found = json.loads(text)
+        else:
+            import yaml
+
+            found = yaml.safe_load(text)
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "yaml":
+            raise
+        raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{file} must hold flags and their values, such as `steps: 1000`")
+    return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _tokens(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    return [flag, *map(str, value if isinstance(value, list) else [value])]
+
+
+def _plain(flag: str) -> str:
+    return flag.replace("_", "-")
