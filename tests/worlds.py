@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "foveate", "foveate.models.dit"]
+PRELOAD = ["torch", "torch.distributed.fsdp", "foveate.parallel.handle", "foveate.held.handle", "foveate.models.dit"]
 PRELOAD += [f"diffusers.models.transformers.{name}" for name in ("transformer_wan", "cogvideox_transformer_3d")]
 LIMIT = 60.0  # seconds a task may take
 
