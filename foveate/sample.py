@@ -41,7 +41,8 @@ def generate(
     x = noise.float()
 
     def call(branch: str, x: Tensor, index: int, level: float, condition: Tensor | None) -> Tensor:
-        with _context(model, branch, step_index=index, sigma=level, num_inference_steps=steps):
+        then = levels[index + 1] if solver == "euler" else None
+        with _context(model, branch, step_index=index, sigma=level, num_inference_steps=steps, then=then):
             return model(x, torch.full((len(x),), level, device=x.device), condition)
 
     def velocity(x: Tensor, index: int, level: float, stage: str = "") -> Tensor:

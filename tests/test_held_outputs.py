@@ -62,13 +62,46 @@ def test_held_steps_follow_the_definition_and_call_nothing(order: Any, damping: 
             slope = new + (damping or 0.0) * (now - last) / (last - first) * (new - old)
         x = x + (then - now) * slope
     counted = Counted(target)
-    with reuse(target, held(interval=4, warmup=3, order=order, damping=damping)) as handle:
+    with reuse(target, held(interval=4, warmup=3, order=order, damping=damping, mend=False)) as handle:
         torch.testing.assert_close(make(target), x, rtol=1e-4, atol=1e-5)
         report = handle.report()
     assert counted.calls == 5
     assert [record.step for record in report.steps if record.hits == 0] == [0, 1, 2, 6, 10]
     assert report.computed == pytest.approx(5 / 14)
     assert 0 < report.bytes_held <= 2 * noise().numel() * 4
+
+
+def test_what_held_steps_missed_is_taken_back() -> None:
+    """The clip after a computed step is where outputs interpolated between the known ones would have put it."""
+    target, label, levels = model(), torch.tensor([1]), schedule(14, 1.0).tolist()
+    x, known, wanted = noise(), [], noise()
+    for step, (now, then) in enumerate(pairwise(levels)):
+        if step < 3 or (step - 2) % 4 == 0:
+            value = target(x, torch.tensor([now]), label)
+            if known and known[-1][0] != step - 1:  # `wanted` is the clip at the last computed step, settled by now
+                nodes = [(levels[i], y) for i, y in (*known[-2:], (step, value))]
+                for k in range(known[-1][0] + 1, step):
+                    terms = (
+                        y * torch.tensor([(levels[k] - b) / (a - b) for b, _ in nodes if b != a]).prod()
+                        for a, y in nodes
+                    )
+                    wanted = wanted + (levels[k + 1] - levels[k]) * sum(terms)
+                x = wanted
+            known = [*known[-1:], (step, value)]
+            x = x + (then - now) * value
+            wanted = x
+        else:
+            (first, old), (last, new) = known
+            ahead = (now - levels[last]) / (levels[last] - levels[first])
+            x = x + (then - now) * (new + ahead * (new - old))
+    with reuse(target, held(interval=4, warmup=3)) as handle:
+        ours, calls = make(target), handle.report().computed
+    torch.testing.assert_close(ours, x, rtol=1e-4, atol=1e-5)
+    exact = make(target)
+    with reuse(target, held(interval=4, warmup=3, mend=False)) as handle:
+        plain = make(target)
+        assert handle.report().computed == calls
+    assert (ours - exact).norm() < 0.7 * (plain - exact).norm()
 
 
 def test_exact_is_the_plain_model_and_remove_leaves_no_trace() -> None:

@@ -21,6 +21,9 @@ class ReuseConfig:
         rule).
     damping: factor of the extrapolation, a number in 0 ... 1, or None: fitted per layer, part and state at anchors; 1
         where outputs are held.
+    mend: of outputs: at the first computed step after held ones, take back what these missed, as interpolation shows it
+        (held/mend.py), where the sampler is Euler's for flow matching. It calls no model; False leaves computed outputs
+        as the model gave them.
     hold: what is remembered: the `output` of the whole model, which is then not called at all between anchors
         (held/outputs.py), or the states of `attention`, layer by layer (held/attention). Of the settings below only
         `max_hold`, `cfg`, `head` and `ranks` matter for `output`.
@@ -47,6 +50,7 @@ class ReuseConfig:
     warmup: int | None = None
     order: Literal[0, 1] = 1
     damping: float | None = None
+    mend: bool = True
     hold: Literal["attention", "output"] = "output"
     groups: int = 8
     states: int = 1

@@ -87,12 +87,15 @@ class ReuseHandle:
         return ReuseReport(named.records)
 
     @contextmanager
-    def during(self, *, step: int, sigma: float, branch: str = "", steps: int | None = None) -> Iterator[None]:
+    def during(
+        self, *, step: int, sigma: float, branch: str = "", steps: int | None = None, then: float | None = None
+    ) -> Iterator[None]:
         """Around a forward of one's own loop: the denoising step, its noise level, and the branch of guidance.
 
-        steps: how many the loop has, where it is known. It counts for this thread only.
+        steps: how many the loop has, where it is known. then: the noise level of the next step, in a loop that adds
+        `(then - sigma) * output` to the clip and nothing else. It counts for this thread only.
         """
-        with saying((self, "during"), Place(step, float(sigma), branch, steps)):
+        with saying((self, "during"), Place(step, float(sigma), branch, steps, then=then)):
             yield
 
     @contextmanager

@@ -7,10 +7,12 @@ Shapes: those of the values, any; dim 0 of a value of two or more dims are sampl
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from foveate.held.mend import Step, mending
 
 
 @dataclass
@@ -18,7 +20,8 @@ class Held:
     """Values are tuples of tensors, renewed together. order 0: held as they are; 1: extrapolated, damped by `damping`.
 
     missed: relative error of the newest prediction in the worst sample, on the device; grown: the remainder there.
-    Both may be another `Held`'s to begin with, of which this one is the continuation.
+    Both may be another `Held`'s to begin with, of which this one is the continuation. skipped: the steps at which it was
+    predicted since it was computed.
     """
 
     order: int = 1
@@ -29,6 +32,7 @@ class Held:
     sigma_before: float = float("nan")
     missed: Tensor | None = None
     grown: float = 0.0
+    skipped: list[Step] = field(default_factory=list)
 
     @property
     def ready(self) -> bool:
@@ -39,8 +43,24 @@ class Held:
         """The values at another noise level, in their dtypes; new tensors, which the caller may write to."""
         if not (self.order and self.before):
             return tuple(x.clone() for x in self.last)
-        ahead = self.damping * (sigma - self.sigma) / (self.sigma - self.sigma_before)
-        return tuple(along(x, y, ahead) for x, y in zip(self.last, self.before, strict=True))
+        return tuple(along(x, y, self.ahead(sigma)) for x, y in zip(self.last, self.before, strict=True))
+
+    def ahead(self, sigma: float) -> float:
+        """By how much of the last change a prediction goes on from the last value."""
+        if not (self.order and self.before):
+            return 0.0
+        return self.damping * (sigma - self.sigma) / (self.sigma - self.sigma_before)
+
+    def mended(self, values: Sequence[Tensor], sigma: float, then: float | None) -> tuple[Tensor, ...]:
+        """Computed values, before they are taken in, and in them what predictions since the last are now seen to have
+        missed (mend.py). The values themselves where nothing was predicted or the sampler is not Euler's.
+        """
+        known = [self.sigma, self.sigma_before] if self.before else [self.sigma] if self.last else []
+        weights = mending(self.skipped, sigma, then, known, self.ahead)
+        if not weights:
+            return tuple(values)
+        old = zip(*([self.last, self.before] if self.before else [self.last]), strict=True)
+        return tuple(combined(x, (x, *xs), weights) for x, xs in zip(values, old, strict=True))
 
     def renew(self, values: Sequence[Tensor], sigma: float) -> bool:
         """Take computed values in, copied: what a model returns is its caller's. Whether a prediction was measured."""
@@ -50,6 +70,7 @@ class Held:
         if sigma != self.sigma:  # a second value at one level says nothing of the slope
             self.before, self.sigma_before = self.last, self.sigma
         self.last, self.sigma = tuple(x.detach().clone() for x in values), sigma
+        self.skipped.clear()
         return measured
 
     def remainder(self, sigma: float) -> float:
@@ -70,6 +91,16 @@ def along(last: Tensor, before: Tensor, ahead: float) -> Tensor:
         return last.clone()
     now = last.float()
     return (now + ahead * (now - before.float())).to(last.dtype)
+
+
+def combined(x: Tensor, terms: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """x + the sum of weights times terms, in float32; x where these are no real numbers of one shape."""
+    if not x.is_floating_point() or any(term.shape != x.shape for term in terms):
+        return x
+    total = x.float().clone()
+    for weight, term in zip(weights, terms, strict=True):
+        total.add_(term.float(), alpha=weight)
+    return total.to(x.dtype)
 
 
 def worst_miss(predicted: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ It costs no attention, no feed-forward, no communication, and two outputs of mem
 held? the prediction : the model, and what it gives is remembered. Nothing inside the model is touched.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from foveate.held.held import Held
 from foveate.held.report import StepRecord
 from foveate.held.tracker import Branch, Forward, Request
 
+log = logging.getLogger("foveate")
 TENSOR = object()  # stands where a model's answer has a tensor
 
 
@@ -27,6 +29,7 @@ class Outputs:
 
     def __init__(self, config: ReuseConfig, rule: Rule, names: list[str], worst: Callable[[Tensor], Tensor]):
         self.config, self.rule, self._names, self._worst = config, rule, names, worst
+        self._told = False
 
     def began(self, forward: Forward) -> None:
         """A new request."""
@@ -44,11 +47,17 @@ class Outputs:
             return None
         leaves, spec = branch.kept
         found = iter(branch.held.predict(place.sigma))
+        branch.held.skipped.append((place.sigma, place.then))
+        if self.config.mend and place.then is None and not self._told:
+            self._told = True
+            log.info("reuse: no Euler sampler of flow matching, so what held steps miss is not taken back (mend)")
         self._note(forward, hold=True)
         return pytree.tree_unflatten([next(found) if x is TENSOR else x for x in leaves], spec)
 
-    def took(self, forward: Forward, result: Any, sent: int, mine: bool = True) -> None:
-        """The model has been called, and sent so many bytes to other ranks. mine: on this rank."""
+    def took(self, forward: Forward, result: Any, sent: int, mine: bool = True) -> Any:
+        """The model has been called, and sent so many bytes to other ranks. mine: on this rank. What its caller gets:
+        the result, and in it what held steps missed.
+        """
         request, branch, place = forward.request, forward.branch, forward.place
         leaves, spec = pytree.tree_flatten(result)
         values = [x for x in leaves if isinstance(x, Tensor)]
@@ -59,11 +68,16 @@ class Outputs:
             self._learn(request, branch)
         if branch.held.last and [x.shape for x in branch.held.last] != [x.shape for x in values]:
             branch.held = Held(branch.held.order, branch.held.damping)
+        mended = branch.held.mended(values, place.sigma, place.then) if self.config.mend else values
         measured = not self.config.exact and branch.held.renew(values, place.sigma)
         branch.kept = [TENSOR if isinstance(x, Tensor) else x for x in leaves], spec
         branch.sent, request.anchor = sent, place.step
         if mine:
             self._note(forward, hold=False, measured=measured)
+        if all(x is y for x, y in zip(mended, values, strict=True)):
+            return result
+        found = iter(mended)
+        return pytree.tree_unflatten([next(found) if isinstance(x, Tensor) else x for x in leaves], spec)
 
     def _prepare(self, forward: Forward, guidance: Any) -> None:
         """A step begins: branches that ended are dropped, a model that takes over and a bend of guidance warm up."""

@@ -20,7 +20,8 @@ ADVICE = (
 @dataclass(frozen=True)
 class Place:
     """steps: of the whole schedule, the last being steps - 1; None where nobody said. schedule: an object that a new
-    generation makes anew, None where there is none.
+    generation makes anew, None where there is none. then: the noise level of the next step, where the sampler is
+    Euler's for flow matching, which adds the output times the difference to the clip; None where it is another.
     """
 
     step: int
@@ -28,6 +29,7 @@ class Place:
     branch: str = ""
     steps: int | None = None
     schedule: Any = None
+    then: float | None = None
 
 
 def place(told: Mapping[str, Any] | None, pipe: Any, time: Any = None) -> Place | None:
@@ -40,13 +42,24 @@ def place(told: Mapping[str, Any] | None, pipe: Any, time: Any = None) -> Place 
     steps, scheduler = told.get("num_inference_steps"), getattr(pipe, "scheduler", None)
     timesteps = getattr(scheduler, "timesteps", None)
     if step is not None and sigma is not None:
-        return Place(int(step), float(sigma), branch, steps, timesteps)
+        then = told.get("then")
+        if then is None and is_euler(scheduler, int(step)):
+            then = noise_level(scheduler, int(step) + 1)
+        return Place(int(step), float(sigma), branch, steps, timesteps, then)
     if timesteps is None or not len(timesteps):
         raise ValueError(ADVICE)
     index = _index(scheduler, timesteps, getattr(pipe, "_current_timestep", None))
     if not agrees(time, float(timesteps[index])):
         return None
-    return Place(index, noise_level(scheduler, index), branch, len(timesteps), timesteps)
+    then = noise_level(scheduler, index + 1) if is_euler(scheduler, index) else None
+    return Place(index, noise_level(scheduler, index), branch, len(timesteps), timesteps, then)
+
+
+def is_euler(scheduler: Any, index: int) -> bool:
+    """Whether a step is `sample + (sigma of the next step - sigma) * output`."""
+    name, config = "FlowMatchEulerDiscreteScheduler", getattr(scheduler, "config", None)
+    ours = any(cls.__name__ == name for cls in type(scheduler).__mro__)
+    return ours and not getattr(config, "stochastic_sampling", False) and len(scheduler.sigmas) > index + 1
 
 
 def _index(scheduler: Any, timesteps: Tensor, now: Any) -> int:

@@ -24,11 +24,11 @@ log = logging.getLogger("foveate")
 
 
 class Mode(Protocol):
-    """What a handle remembers: outputs or attention states."""
+    """What a handle remembers: outputs or attention states. `took` gives what the caller of the model gets."""
 
     def began(self, forward: Forward) -> None: ...
     def decide(self, forward: Forward, guidance: Any) -> Any: ...
-    def took(self, forward: Forward, result: Any, sent: int, mine: bool = True) -> None: ...
+    def took(self, forward: Forward, result: Any, sent: int, mine: bool = True) -> Any: ...
     def bytes(self, request: Request) -> int: ...
     def settle(self, request: Request) -> None: ...
     def advice(self, request: Request) -> str: ...
@@ -109,7 +109,7 @@ class Watched:
                 given = self.split.waiting(forward)
                 if given is not None:
                     answer, sent = given
-                    self._mode.took(forward, answer, sent, mine=self.split.half == 1)
+                    answer = self._mode.took(forward, answer, sent, mine=self.split.half == 1)
         except BaseException:
             forward.request.broken = True
             raise
@@ -134,7 +134,7 @@ class Watched:
         if self.split is not None and call.other is not None:
             result = self.split.exchange(forward, call.other, result, lambda: TRAFFIC.total - call.before)
             mine = self.split.half == 0
-        self._mode.took(forward, result, TRAFFIC.total - call.before, mine)
+        result = self._mode.took(forward, result, TRAFFIC.total - call.before, mine)
         self._done(forward)
         return result
 

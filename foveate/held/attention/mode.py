@@ -89,17 +89,18 @@ class AttentionStates:
             request.state.called = now
         request.guidance = guidance
 
-    def took(self, forward: Forward, result: Any, sent: int, mine: bool = True) -> None:
+    def took(self, forward: Forward, result: Any, sent: int, mine: bool = True) -> Any:
         branch, record = forward.branch, forward.branch.kept
         if not mine or record is None:  # the other half of the ranks has its states from now on
             branch.held = branch.kept = None
-            return
+            return result
         branch.sent = sent if bool(record.fresh.all()) else branch.sent
         record.bytes_moved, record.bytes_exact, record.model = sent, branch.sent, self._names[branch.model]
         forward.request.records.append(record)
         branch.kept = None
         if not self.config.exact:
             forward.request.anchor = forward.place.step if record.hits == 0 else forward.request.anchor
+        return result
 
     def joined(self, request: Request) -> None:
         for branch in request.branches:
