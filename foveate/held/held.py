@@ -20,8 +20,8 @@ class Held:
     """Values are tuples of tensors, renewed together. order 0: held as they are; 1: extrapolated, damped by `damping`.
 
     missed: relative error of the newest prediction in the worst sample, on the device; grown: the remainder there.
-    Both may be another `Held`'s to begin with, of which this one is the continuation. skipped: the steps at which it was
-    predicted since it was computed.
+    Both may be another `Held`'s to begin with, of which this one is the continuation. skipped: the steps at which it
+    was predicted since it was computed.
     """
 
     order: int = 1
