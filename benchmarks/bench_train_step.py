@@ -264,7 +264,7 @@ class Bench:
 
 def memory_of_index(handle: fv.Handle, setting: Setting, model: Model, tokens: int) -> dict[str, float]:
     """GiB of the index: bitmaps, kept from forward to backward, all predictors, and one layer's lists at a time."""
-    tiles, rows = tokens // TILE, -(-tokens // handle.config.query_tile)
+    tiles, rows = tokens // handle.policy.kv_tile, -(-tokens // handle.policy.query_tile)
     sparse = 0 if setting.budget is None else model.layers - len(setting.dense_layers(model.layers))
     words = sparse * model.shape.heads * rows * -(-tiles // 32) * 4
     lists = min(sparse, 1) * model.shape.heads * rows * tiles * 2  # int16; by queries, and by keys when those are gone
@@ -296,7 +296,9 @@ def main() -> int:
     parser.add_argument("--tag", default="", help="goes into the names of JSON and plot")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--toy", action="store_true", help="a model of toy size")
-    parser.add_argument("--query-tile", type=int, default=64, choices=(64, 128))
+    parser.add_argument(
+        "--query-tile", type=int, choices=(64, 128), help="by default the faster one by the saved costs"
+    )
     parser.add_argument("--settings", nargs="+", default=[""], help="whole steps of those whose names begin so")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing that would end after so many seconds")
     parser.add_argument("--peers", type=Path, help="a result of bench_attention.py, for flash-attn-4's share")

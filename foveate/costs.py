@@ -63,7 +63,8 @@ MACHINES = {
 class Costs:
     """Prices of attention on one device. `source` says where they are from; make one with `load` or `for_device`.
 
-    Sparse attention is priced at key tiles of `tile` tokens: 64 for the Triton kernels, 128 for flash-attn-4's.
+    Sparse attention is priced at tiles of `tile` tokens, those that are faster here at equal recall: 64 for the Triton
+    kernels, 128 for flash-attn-4's. `at` gives the prices of the other ones.
     """
 
     source: str
@@ -75,11 +76,11 @@ class Costs:
     _curves: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, tile: int) -> "Costs":
-        """The same prices at key tiles of another size, where the table has them; itself where it does not."""
+        """The same prices at tiles of another size, where the table has them; itself where it does not."""
         known = any(row["lists"] != "all" and row.get("tile", 64) == tile for row in self.rows)
         return replace(self, tile=tile) if known else self
 
-    def tile_for(self, tokens: int, heads: int, dim: int) -> tuple[int, str]:
+    def faster_tile(self, tokens: int = 131072, heads: int = 8, dim: int = 128) -> tuple[int, str]:
         """Which tiles make sparse attention faster at equal recall, 64 or 128 tokens, and why.
 
         At the budgets that half of the attention mass takes on real queries and keys, by the table.
@@ -217,7 +218,8 @@ def load(path: Path | str) -> Costs:
         raise ValueError(f"{path} is not a cost table of benchmarks/bench_attention.py: {error!r}") from error
     absent = frozenset() if importlib.util.find_spec("flash_attn") else frozenset({"fa4 dense", ON_128})
     source = f"{Path(path).name}, {data.get('card', 'unknown card')}"
-    return Costs(source, rows, absent=absent, half_mass=data.get("half_mass", {}))
+    costs = Costs(source, rows, absent=absent, half_mass=data.get("half_mass", {}))
+    return costs.at(costs.faster_tile()[0])
 
 
 @cache
@@ -228,7 +230,7 @@ def for_device(kind: str, name: str = "") -> Costs:
     """
     chosen = _named() or (_newest(name) if name else None)
     if chosen is not None:
-        log.info("costs: %s", chosen.source)
+        log.info("costs: %s; tiles of %d tokens: %s", chosen.source, chosen.tile, chosen.faster_tile()[1])
         return chosen
     machine = MACHINES.get(kind, MACHINES["cuda"])
     log.info("costs: no saved table for %s, an arithmetic model of %s serves", name or kind, kind)

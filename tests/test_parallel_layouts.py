@@ -133,6 +133,33 @@ def test_grouped_heads_and_long_query_tiles(head: int, sequence: int, worlds: Wo
     assert_equal_shards(worlds(2), *args)
 
 
+def wide(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, video: int) -> list[Tensor]:
+    """Tiles of 128 tokens chosen and attended to on this rank: words, out and gradients of its shard."""
+    _, group = layout(1, 2)
+    shards = Shards.cut(q.shape[1], 2, 128)
+    first, stop = shards.bounds[group.rank], shards.bounds[group.rank + 1]
+    leaves = [x[:, first:stop].clone().requires_grad_() for x in (q, k, v)]
+    pooled = torch.tensor([0.0, -torch.inf])
+    choice = Choice(None, None, torch.full((2,), 0.3), video, 128)
+    words = select_sequence(leaves[0], leaves[1], choice, shards, group, "layer", 128)
+    job = Job(group, shards, Kernel(32**-0.5, "torch", 128, 128), pooled, "layer", Buffers())
+    out = attend_sequence(*leaves, words, job)
+    grads = torch.autograd.grad(out, leaves, dout[:, first:stop])
+    return [words.transpose(1, 2), out.detach(), *grads]
+
+
+def test_tiles_of_128_tokens(worlds: Worlds) -> None:
+    grid = VideoGrid(5, 9, 15, text=9)
+    q, k, v, dout = tensors(grid, 1, 2, 2, 32, torch.float32)
+    kept = select(q, k, grid, budget=0.3, query_tile=128, kv_tile=128)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, selection=kept, periphery=["pool", "drop"], backend="torch").out
+    words, *ours = joined(worlds(2).run(wide, q, k, v, dout, grid.video))
+    assert torch.equal(words.transpose(1, 2), kept.words)
+    for mine, truth in zip(ours, (out, *torch.autograd.grad(out, leaves, dout)), strict=True):
+        assert error(mine, truth) <= TOLERANCE
+
+
 @pytest.mark.parametrize(("head", "sequence"), [(1, 8), (2, 4), (8, 1)])
 def test_bfloat16_errors_do_not_grow_with_the_ranks(head: int, sequence: int, worlds: Worlds) -> None:
     """Against float32: at most 1.2 times the error of one process, for outputs and gradients (CASES 26)."""

@@ -4,8 +4,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
+from foveate.attention import Layer, attend
 from foveate.kernels.select import octant_means, tile_mass
+from foveate.sparsity.policy import Sparse
 from foveate.sparsity.predictor import Predictor
 from foveate.sparsity.select import select, select_random
 from foveate.tiles import VideoGrid
@@ -154,3 +157,24 @@ def test_wrong_shapes_raise():
         select(q, k[:, :, :3], GRID, budget=0.1)
     with pytest.raises(ValueError, match="must be"):
         select(q, k[:, :8], GRID, budget=0.1)
+
+
+def test_tiles_of_128_tokens_alike_in_and_out_of_graphs() -> None:
+    torch.manual_seed(0)
+    grid = VideoGrid(4, 8, 12)
+    q, k, v, dout = (torch.randn(1, grid.tokens, 2, 32) for _ in range(4))
+    policy = Sparse(1, 2, 32, budget=0.4, query_tile=128)
+    policy.mode = "sparse"
+    kept = select(q, k, grid, budget=0.4, query_tile=128, kv_tile=128)
+    assert kept.to_dense().shape == (1, 2, 3, 3)
+
+    def through(attention) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    layer = Layer(0, "0", grid)
+    expected = through(lambda *leaves: attend(*leaves, selection=kept, periphery="pool").out)
+    graph = torch.compile(lambda *leaves: policy(layer, *leaves), fullgraph=True, backend="aot_eager")
+    for found in (through(lambda *leaves: policy(layer, *leaves)), through(graph)):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -38,6 +38,7 @@ class Fixed:
     periphery: str | Sequence[str] = "drop"
     backend: str = "auto"
     query_tile: int = TILE
+    kv_tile: int = TILE
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         chosen = self.selections.get(layer.index)
@@ -112,7 +113,7 @@ class Parallel:
         if getattr(inner, "backend", "auto") == "reference":
             raise ValueError("backend reference has no backward of its own; use torch, triton, fa4 or auto")
         self.inner, self.ranks, self.plan, self.fetch_cap = inner, ranks, plan, fetch_cap
-        self.query_tile = getattr(inner, "query_tile", TILE)
+        self.query_tile, self.kv_tile = getattr(inner, "query_tile", TILE), getattr(inner, "kv_tile", TILE)
         self.fetched = Fetched()
         self.shape: tuple[int, ...] = ()  # B, H, D and element size of the last call, for the planner
         self.grid: VideoGrid | None = None
@@ -125,7 +126,7 @@ class Parallel:
         """How a grid's tokens lie on the context-parallel ranks, in whole query tiles."""
         key = grid.tokens, self.query_tile
         if key not in self._cuts:
-            self._cuts[key] = Shards.cut(grid.tokens, self.ranks.count, self.query_tile)
+            self._cuts[key] = Shards.cut(grid.tokens, self.ranks.count, max(self.query_tile, self.kv_tile))
         return self._cuts[key]
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ class Parallel:
         run = Shards(tuple(b - shards.bounds[at] for b in shards.bounds[at : at + plan.head + 1]))
         merged = shards.merged(plan.head)
         own = exchange_qkv(q, k, v, heads, run, inner, where)
-        kernel = Kernel(q.shape[-1] ** -0.5, getattr(self.inner, "backend", "auto"), self.query_tile)
+        kernel = Kernel(q.shape[-1] ** -0.5, getattr(self.inner, "backend", "auto"), self.query_tile, self.kv_tile)
         if call is None:
             out = attend_ring(*own, merged, outer, kernel, where)
         else:
@@ -204,7 +205,7 @@ class Parallel:
             a, b = (None, None) if predictor is None else (predictor.a[mine], predictor.b[mine])
             budget = inner.budgets[layer.index][mine]
             choice = Choice(a, b, budget, layer.grid.video, self.query_tile, self.fetch_cap)
-            return select_sequence(q, k, choice, shards, group, where)
+            return select_sequence(q, k, choice, shards, group, where, self.kv_tile)
 
         return inner.kept(call, (q.shape[0], q.shape[2]), choose)
 

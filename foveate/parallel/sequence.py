@@ -192,7 +192,9 @@ class Choice:
 
 
 @torch.no_grad()
-def select_sequence(q: Tensor, k: Tensor, choice: Choice, shards: Shards, group: Group, where: str) -> Tensor:
+def select_sequence(
+    q: Tensor, k: Tensor, choice: Choice, shards: Shards, group: Group, where: str, kv_tile: int = TILE
+) -> Tensor:
     """Words int32 (B, H, R, W): what this rank's q (B, s, H, D) keeps of all ranks' keys, as `select` would.
 
     k: (B, s, G, D) of this rank. Only octant means in rank r travel. With a fetch cap at most that fraction of the
@@ -208,12 +210,13 @@ def select_sequence(q: Tensor, k: Tensor, choice: Choice, shards: Shards, group:
         q_oct = project(octant_means(q), choice.a, heads)
         k_oct = torch.cat(arriving.wait()).movedim(0, 2).contiguous()
     tokens, first = shards.bounds[-1], shards.bounds[group.rank]
-    options = {"tokens": tokens, "scale": scale, "query_tile": choice.query_tile}
+    tiles = {"query_tile": choice.query_tile, "kv_tile": kv_tile}
+    options = {"tokens": tokens, "scale": scale, **tiles}
     if choice.fetch_cap is not None and group.size > 1:
         mass = tile_mass(q_oct, k_oct, **options)
         rows = {"first": first, "queries": q.shape[1]}
-        forced = forced_tiles(tokens, choice.video, choice.query_tile, TILE, q.device, **rows)
-        return _capped(mass, forced, choice, groups, Place(shards, group.rank, TILE))
+        forced = forced_tiles(tokens, choice.video, choice.query_tile, kv_tile, q.device, **rows)
+        return _capped(mass, forced, choice, groups, Place(shards, group.rank, kv_tile))
     if choose_backend(q.device.type)[0] == "triton":
         from foveate.kernels.triton_select import select_octants
     else:

@@ -17,7 +17,7 @@ from torch import Tensor
 from foveate.attention import Layer
 from foveate.kernels.bits import WORD
 from foveate.sparsity.influence import squares
-from foveate.tiles import TILE, VideoGrid
+from foveate.tiles import VideoGrid
 
 if TYPE_CHECKING:
     from foveate.sparsity.policy import Sparse
@@ -91,7 +91,7 @@ def _policy_backward(
     sparse, any_pooled = facts.tolist()
     backend, scale = policy.backend, q.shape[-1] ** -0.5
     parts: tuple[Any, ...] = (words, pooled if any_pooled else None, backend) if sparse else (None, None, "auto")
-    return torch.ops.foveate.attend_backward(dout, None, q, k, v, out, lse, *parts, query_tile, TILE, scale)
+    return torch.ops.foveate.attend_backward(dout, None, q, k, v, out, lse, *parts, query_tile, query_tile, scale)
 
 
 @_policy_backward.register_fake
@@ -123,6 +123,5 @@ def _autograd_allowed() -> Iterator[None]:
 
 
 def _no_words(q: Tensor, query_tile: int) -> Tensor:
-    tiles = (q.shape[1] + TILE - 1) // TILE
-    rows = (q.shape[1] + query_tile - 1) // query_tile
-    return q.new_zeros((q.shape[0], q.shape[2], rows, (tiles + WORD - 1) // WORD), dtype=torch.int32)
+    tiles = (q.shape[1] + query_tile - 1) // query_tile  # of queries and of keys
+    return q.new_zeros((q.shape[0], q.shape[2], tiles, (tiles + WORD - 1) // WORD), dtype=torch.int32)

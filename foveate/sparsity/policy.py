@@ -163,17 +163,23 @@ class Sparse:
             if self.mode == "random":
                 return self.random(layer, q.shape[0], q.device)
             predictor = self.predictor(layer.index)
-            return select(q, k, layer.grid, predictor=predictor, budget=budget, query_tile=self.query_tile)
+            tiles = {"query_tile": self.query_tile, "kv_tile": self.kv_tile}
+            return select(q, k, layer.grid, predictor=predictor, budget=budget, **tiles)
 
     def random(self, layer: Layer, batch: int, device: torch.device) -> Selection:
         """As many tiles as this layer keeps, but any."""
         budget, generator = self.budgets[layer.index], self._generator(layer, device)
         options = {"budget": budget, "generator": generator, "device": device, "query_tile": self.query_tile}
-        return select_random(layer.grid, batch, self.heads, **options)
+        return select_random(layer.grid, batch, self.heads, **options, kv_tile=self.kv_tile)
 
     def predictor(self, index: int) -> Predictor | None:
         """What chooses a layer's tiles now."""
         return self.learners[index].predictor if self._frozen is None else self._frozen[index]
+
+    @property
+    def kv_tile(self) -> int:
+        """Tokens of a key tile: a policy's tiles are as long for keys as for queries."""
+        return self.query_tile
 
     @property
     def ready(self) -> bool:

@@ -91,6 +91,7 @@ class Trainer:
             lr=config.learn_lr,
             seed=config.seed,
             device=self.device,
+            query_tile=costs.here(self.device).tile,
         )
         policy.sparse_layers = [index not in config.dense_layers for index in range(shape.depth)]
         self.model.policy = policy
