@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from foveate import costs
+from foveate.training import doctor
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -60,6 +61,8 @@ def test_tiles_of_128_tokens_are_priced_by_their_own_rows(table: Path, tmp_path:
     monkeypatch.setattr(costs.importlib.util, "find_spec", lambda name: None)
     assert costs.load(file).tile == 64  # without flash-attn-4
     assert costs.load(table).at(128) == costs.load(table)
+    assert "pip install 'foveate[fa4]'" in doctor.tiles(costs.load(file))
+    assert doctor.tiles(costs.load(table)) == "64 tokens"
 
 
 def test_between_and_past_the_points(table: Path) -> None:

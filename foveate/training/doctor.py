@@ -3,9 +3,11 @@
 import importlib.metadata
 import os
 import platform
+from dataclasses import replace
 
 import torch
 
+from foveate import costs
 from foveate.attention import BACKENDS, choose_backend, unavailable
 from foveate.training.machine import cores
 
@@ -16,8 +18,18 @@ def examine() -> dict[str, str]:
     """Machine, packages, and backends with the reason where one cannot run; by name, in the order of reading."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backends = {f"backend {name}": unavailable(name, device) or "ready" for name in BACKENDS}
-    chosen = ": ".join(choose_backend(device))
-    return machine() | packages() | backends | {"auto takes": chosen}
+    prices = costs.here(torch.device(device)) if device == "cuda" else costs.Costs("")
+    chosen = {"auto takes": ": ".join(choose_backend(device, prices.tile)), "sparse tiles": tiles(prices)}
+    return machine() | packages() | backends | chosen
+
+
+def tiles(prices: costs.Costs) -> str:
+    """The tiles that sparse attention takes here, and what flash-attn-4 would bring where it is not installed."""
+    taken = f"{prices.tile} tokens"
+    if prices.tile == 64:
+        other, reason = replace(prices, absent=frozenset()).faster_tile()
+        return f"{taken}; 128 with flash-attn-4 (pip install 'foveate[fa4]'): {reason}" if other == 128 else taken
+    return f"{taken}: {prices.faster_tile()[1]}"
 
 
 def machine() -> dict[str, str]:
