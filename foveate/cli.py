@@ -109,14 +109,18 @@ def generate(
     return 0
 
 
-def doctor(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False) -> int:
+def doctor(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False, measure: bool = False) -> int:
     """What this machine can run, which attention backend is used, and why.
 
     Args:
         as_json: Print one JSON object, for programs.
+        measure: First time the attention kernels here, half a minute on a GPU, and keep the table: later runs take
+            their tiles, kernels and plans by it.
     """
-    from foveate.training.doctor import examine
+    from foveate.training.doctor import examine, renew
 
+    if measure:
+        messages.print(f"measured: {renew(messages.print)}")
     found = {"foveate": foveate.__version__} | examine()
     width = max(map(len, found))
     lines = (f"{name.ljust(width)}  {value}" for name, value in found.items())

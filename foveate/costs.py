@@ -9,11 +9,13 @@ model, logged once.
 Times are in milliseconds for one sequence and all its heads, forward and backward unless told otherwise.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import logging
 import math
 import os
+import re
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +32,10 @@ FOLDERS = (Path(__file__).parent / "assets", Path(__file__).parent.parent / "ben
 PATTERN = "kernels_*.json"
 VARIABLE = "FOVEATE_COSTS"  # a table's path, used for every device
 PASSES = ("forward_ms", "backward_ms")
+# The kept fraction of tiles that half of the attention mass takes, by tokens of a tile: real q, k of a trained model
+# (benchmarks/bench_attention.py, December 2026). A property of attention, not of a card.
+HALF_MASS = {"64": 0.2923, "128": 0.3077}
+VERSIONED = ("torch", "triton", "flash-attn-4")
 ON_128 = "foveate on fa4"  # the kernel of a table that sparse attention at 128-token tiles runs on
 Curve = Sequence[tuple[float, float]]
 
@@ -226,9 +232,10 @@ def load(path: Path | str) -> Costs:
 def for_device(kind: str, name: str = "") -> Costs:
     """Prices on a device type (`cpu`, `cuda`) of this name (torch.cuda.get_device_name()); logged once.
 
-    The table of the FOVEATE_COSTS variable, else the newest saved one for this card, else the arithmetic model.
+    The table of the FOVEATE_COSTS variable, else the one that `foveate doctor --measure` made here, else the newest
+    saved one for this card, else the arithmetic model.
     """
-    chosen = _named() or (_newest(name) if name else None)
+    chosen = _named() or _own(kind, name) or (_newest(name) if name else None)
     if chosen is not None:
         log.info("costs: %s; tiles of %d tokens: %s", chosen.source, chosen.tile, chosen.faster_tile()[1])
         return chosen
@@ -239,9 +246,43 @@ def for_device(kind: str, name: str = "") -> Costs:
 
 def here(device: "torch.device") -> Costs:
     """Prices on this very device, as `for_device`."""
+    return for_device(device.type, name_of(device))
+
+
+def name_of(device: "torch.device") -> str:
+    """What a card is called; nothing where the device is none."""
     import torch  # a table can be read without it
 
-    return for_device(device.type, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that bring kernels; absent ones are left out."""
+    return {name: version for name in VERSIONED if (version := _version(name))}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def own_table(kind: str, name: str = "") -> Path:
+    """Where the table measured on this machine lies, or would."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foveate"
+    return folder / f"costs_{re.sub(r'[^a-z0-9]+', '_', (name or kind).lower())}.json"
+
+
+def _own(kind: str, name: str) -> Costs | None:
+    path = own_table(kind, name)
+    if not path.exists():
+        return None
+    found = load(path)
+    if json.loads(path.read_text()).get("versions") == versions():
+        return found
+    log.warning("costs: %s was measured with other versions, and is not used; foveate doctor --measure renews it", path)
+    return None
 
 
 def _named() -> Costs | None:

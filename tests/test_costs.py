@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from foveate import costs
-from foveate.training import doctor
+from foveate.training import doctor, measure
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -63,6 +64,28 @@ def test_tiles_of_128_tokens_are_priced_by_their_own_rows(table: Path, tmp_path:
     assert costs.load(table).at(128) == costs.load(table)
     assert "pip install 'foveate[fa4]'" in doctor.tiles(costs.load(file))
     assert doctor.tiles(costs.load(table)) == "64 tokens"
+
+
+def test_a_table_measured_here_is_used_while_versions_are_the_same(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu = torch.device("cpu")
+    costs.for_device.cache_clear()
+    assert "arithmetic" in costs.here(cpu).source
+    path = measure.measure(cpu, lambda line: None, lengths=(512, 1024), heads=2)
+    found = costs.here(cpu)
+    assert found.source.startswith("costs_cpu.json")
+    (row,) = (r for r in found.rows if (r["length"], r["periphery"], r["density"]) == (1024, "pool", 0.2))
+    whole = row["forward_ms"] + row["backward_ms"] + row["select_ms"]
+    assert found.sparse(1024, 2, 64, 0.2, pooled=1.0) >= 0.9 * whole
+    assert found.sparse(1024, 2, 64, 0.05) < found.sparse(1024, 2, 64, 0.2)
+    path.write_text(path.read_text().replace(torch.__version__, "0.1"))
+    costs.for_device.cache_clear()
+    assert "arithmetic" in costs.here(cpu).source
+    assert "other versions" in caplog.text
+    monkeypatch.setattr(measure, "BARS", {torch.float32: 0.0})
+    with pytest.raises(RuntimeError, match="differs from the oracle"):
+        measure.measure(cpu, lambda line: None)
+    costs.for_device.cache_clear()
 
 
 def test_between_and_past_the_points(table: Path) -> None:

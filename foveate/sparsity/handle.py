@@ -314,7 +314,8 @@ def _policy(installed: adapters.Installed, config: SparsityConfig, device: torch
         len(installed.layers), installed.heads, installed.dim,
         budget=1.0 if config.budget is None else config.budget,
         periphery="drop" if config.rule == "dsv" else "pool" if config.periphery == "auto" else config.periphery,
-        rank=config.rank, query_tile=config.query_tile or prices.here(device).tile,
+        rank=config.rank,
+        query_tile=config.query_tile or (128 if config.backend == "fa4" else prices.here(device).tile),
         seed=config.seed, backend=config.backend, device=device,
         start=max(1, config.training_free_steps // 2) if config.training_free_steps else config.learn_from,
     )  # fmt: skip

@@ -3,7 +3,9 @@
 import importlib.metadata
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,13 @@ def examine() -> dict[str, str]:
     prices = costs.here(torch.device(device)) if device == "cuda" else costs.Costs("")
     chosen = {"auto takes": ": ".join(choose_backend(device, prices.tile)), "sparse tiles": tiles(prices)}
     return machine() | packages() | backends | chosen
+
+
+def renew(say: Callable[[str], object]) -> Path:
+    """Measure this machine's cost table; the file."""
+    from foveate.training.measure import measure
+
+    return measure(torch.device("cuda" if torch.cuda.is_available() else "cpu"), say)
 
 
 def tiles(prices: costs.Costs) -> str:
