@@ -418,6 +418,8 @@ def choose_backend(
     if kv_tile == 0:
         return ("torch", f"torch's own kernel; fa4 {missing}") if missing else _faster_dense(shape)
     if kv_tile == 128 and missing is None:
+        missing = fa4.lists_refused(torch.device(device))
+    if kv_tile == 128 and missing is None:
         return "fa4", "the kernels for key tiles of 128 tokens"
     lacking = unavailable("triton", device)
     if lacking is None:

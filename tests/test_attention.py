@@ -312,6 +312,8 @@ def test_auto_takes_the_faster_dense_kernel_of_the_cards_table(fa4_ms, expected,
     rows = tuple({"kernel": name, "forward_ms": ms, **row} for name, ms in times.items() if ms is not None)
     monkeypatch.setattr(attention, "unavailable", lambda name, device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    card = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
     monkeypatch.setattr(attention.costs, "for_device", lambda kind, name: costs.Costs("a table", rows))
     attention.choose_backend.cache_clear()
     name, reason = attention.choose_backend("cuda", 0, (4096, 4, 64))
@@ -323,6 +325,10 @@ def test_auto_takes_the_faster_dense_kernel_of_the_cards_table(fa4_ms, expected,
     name, reason = attention.choose_backend("cuda", 128, (4096, 4, 96))
     assert (name, "takes no head dim 96" in reason) == ("triton", True)
     assert attention.choose_backend("cuda", 128, repeats=True)[0] == "triton"
+    card[0] = 10
+    attention.choose_backend.cache_clear()
+    name, reason = attention.choose_backend("cuda", 128)
+    assert (name, "this card has 10" in reason) == ("triton", True)
     assert attention.choose_backend("cuda", 0, repeats=True)[0] == "torch"
     attention.choose_backend.cache_clear()
 

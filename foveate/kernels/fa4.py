@@ -18,6 +18,7 @@ from torch import Tensor
 
 TILE = 128
 HEAD_DIMS = (64, 128)
+SPARSE_CARDS = 9  # compute capability: on later ones its sparse kernels want other tiles, or have no backward
 
 RETURNS_FLOAT32 = True  # `dtype` of forward and backward: see kernels/__init__.py
 
@@ -48,6 +49,14 @@ def check(
     _interface()
 
 
+def lists_refused(device: torch.device) -> str | None:
+    """Why a card cannot compute lists of 128-token tiles, None if it can."""
+    major = torch.cuda.get_device_capability(device)[0]
+    if major == SPARSE_CARDS:
+        return None
+    return f"computes lists of 128-token tiles on compute capability {SPARSE_CARDS} only, this card has {major}"
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -64,6 +73,8 @@ def forward(
 
     Without a pooled periphery nothing is gained by another dtype: flash-attn-4 has rounded to q's.
     """
+    if words is not None and q.is_cuda and (reason := lists_refused(q.device)) is not None:
+        raise ValueError(f"backend fa4 {reason}; use backend 'triton'")
     # A row without keys is left out by the kernel's lists, and out = 0, lse = -inf is what it returns for one.
     kept = None if words is None else row_lists(words, -(-k.shape[1] // TILE))
     out, lse, *_ = _interface()._flash_attn_fwd(

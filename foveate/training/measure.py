@@ -33,18 +33,16 @@ DENSITIES = (0.05, 0.2)
 CHECKED = 700  # tokens of the comparison with the oracle: a short last tile
 BARS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 Say = Callable[[str], object]
+Engine = tuple[str, str, int, bool]  # name in the table, backend, tile (0: dense), whether the periphery is pooled
 
 
 def measure(device: torch.device, say: Say = print, *, lengths: Sequence[int] = (), heads: int = HEADS) -> Path:
     """Measure, save and return the file. RuntimeError where a kernel is wrong: nothing is saved then."""
     rows: list[dict[str, Any]] = []
     for dim in DIMS[device.type]:
-        for name, backend, tile, pooled in engines(device):
-            error = check(device, dim, backend, tile, pooled)
-            if error > BARS[dtype_of(device)]:
-                raise RuntimeError(f"{name}, head dim {dim}: differs from the oracle by {error:.1e}; no table is made")
+        running = [engine for engine in engines(device) if runs(device, dim, engine, say)]
         for length in lengths or LENGTHS[device.type]:
-            rows += measure_length(device, length, heads, dim, say)
+            rows += measure_length(device, length, heads, dim, running, say)
     about = {"card": costs.name_of(device), "month": time.strftime("%Y-%m"), "versions": costs.versions()}
     path = costs.own_table(device.type, costs.name_of(device))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +52,8 @@ def measure(device: torch.device, say: Say = print, *, lengths: Sequence[int] = 
     return path
 
 
-def engines(device: torch.device) -> list[tuple[str, str, int, bool]]:
-    """Kernels to measure: name in the table, backend, tile (0: dense), whether the periphery is pooled."""
+def engines(device: torch.device) -> list[Engine]:
+    """Kernels to measure."""
     if device.type == "cpu":
         found = [
             ("torch dense", "torch", 0, False),
@@ -69,11 +67,26 @@ def engines(device: torch.device) -> list[tuple[str, str, int, bool]]:
     return [engine for engine in found if unavailable(engine[1], device.type) is None]
 
 
-def measure_length(device: torch.device, length: int, heads: int, dim: int, say: Say) -> list[dict[str, Any]]:
+def runs(device: torch.device, dim: int, engine: Engine, say: Say) -> bool:
+    """Whether a kernel serves this card and head dim; RuntimeError where it does, wrongly."""
+    name, backend, tile, pooled = engine
+    try:
+        error = check(device, dim, backend, tile, pooled)
+    except (ValueError, ImportError) as refused:
+        say(f"left out: {name}, head dim {dim}: {refused}")
+        return False
+    if error > BARS[dtype_of(device)]:
+        raise RuntimeError(f"{name}, head dim {dim}: differs from the oracle by {error:.1e}; no table is made")
+    return True
+
+
+def measure_length(
+    device: torch.device, length: int, heads: int, dim: int, running: Sequence[Engine], say: Say
+) -> list[dict[str, Any]]:
     """Rows of one length and head dim."""
     rows = []
-    chosen = {tile: select_ms(device, length, heads, dim, tile) for tile in {e[2] for e in engines(device)} if tile}
-    for name, backend, tile, pooled in engines(device):
+    chosen = {tile: select_ms(device, length, heads, dim, tile) for tile in {e[2] for e in running} if tile}
+    for name, backend, tile, pooled in running:
         for density in DENSITIES if tile else (1.0,):
             forward, backward = jobs(device, length, heads, dim, backend, tile, pooled, density)
             row = {"kernel": name, "length": length, "heads": heads, "dim": dim, "density": density, "tile": tile or 64}
@@ -129,7 +142,7 @@ def check(device: torch.device, dim: int, backend: str, tile: int, pooled: bool)
     out, _ = reference.forward(q, k, v, words, **tiles, scale=dim**-0.5, pooled=far)
     expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     pairs = zip([forward()[0], *backward()], expected, strict=True)
-    return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+    return max(float(((a.double() - b).norm() / b.norm()).nan_to_num(torch.inf)) for a, b in pairs)
 
 
 def select_ms(device: torch.device, length: int, heads: int, dim: int, tile: int) -> float:
