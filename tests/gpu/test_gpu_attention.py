@@ -19,17 +19,17 @@ pytestmark = [
 TOLERANCE = {torch.float32: (2e-6, 5e-6), torch.float16: (1e-3, 2e-3), torch.bfloat16: (4e-3, 8e-3)}
 
 
-def draw(tokens, heads, groups, dim, *, batch=1, query_tile=64, dtype=torch.bfloat16, kept=0.3):
+def draw(tokens, heads, groups, dim, *, batch=1, query_tile=64, kv_tile=64, dtype=torch.bfloat16, kept=0.3):
     torch.manual_seed(0)
     q, dout = (torch.randn(batch, tokens, heads, dim, device="cuda").to(dtype) for _ in range(2))
     k, v = (torch.randn(batch, tokens, groups, dim, device="cuda").to(dtype) for _ in range(2))
-    mask = torch.rand(batch, heads, -(-tokens // query_tile), -(-tokens // 64), device="cuda") < kept
+    mask = torch.rand(batch, heads, -(-tokens // query_tile), -(-tokens // kv_tile), device="cuda") < kept
     mask[..., 0] |= ~mask.any(-1)
     return q, k, v, dout, bits.pack(mask)
 
 
-def choices(q: Tensor, query_tile: int = 64, pooled: Tensor | None = None) -> dict:
-    return {"query_tile": query_tile, "kv_tile": 64, "scale": q.shape[-1] ** -0.5, "pooled": pooled}
+def choices(q: Tensor, query_tile: int = 64, pooled: Tensor | None = None, kv_tile: int = 64) -> dict:
+    return {"query_tile": query_tile, "kv_tile": kv_tile, "scale": q.shape[-1] ** -0.5, "pooled": pooled}
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -55,10 +55,11 @@ def compare(q, k, v, dout, words, **options):
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
-@pytest.mark.parametrize("query_tile", [64, 128])
-def test_head_dims(dim, query_tile):
+@pytest.mark.parametrize(("query_tile", "kv_tile"), [(64, 64), (128, 64), (128, 128)])
+def test_head_dims(dim, query_tile, kv_tile):
     pooled = torch.tensor([-0.7, -torch.inf, 0.0, -torch.inf], device="cuda")
-    compare(*(x := draw(1000, 4, 2, dim, query_tile=query_tile)), **choices(x[0], query_tile, pooled))
+    drawn = draw(1000, 4, 2, dim, query_tile=query_tile, kv_tile=kv_tile)
+    compare(*drawn, **choices(drawn[0], query_tile, pooled, kv_tile))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
