@@ -31,8 +31,8 @@ class Kernel:
     """One backend's attention over a part of the keys, plain functions: nothing here is seen by autograd.
 
     Parts are float32 until they are merged. On the CPU, where kernels compute in float32 anyway, 16-bit inputs are
-    widened first. On CUDA the triton kernels return what they summed; dense ones round a part's results, once more than
-    those of a whole, which makes the error of 16-bit inputs 1.27 times as large.
+    widened first. On CUDA the triton kernels return what they summed; dense ones and flash-attn-4 round a part's
+    results, once more than those of a whole, which makes the error of 16-bit inputs 1.27 times as large.
     """
 
     scale: float
