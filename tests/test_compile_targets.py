@@ -98,8 +98,7 @@ def test_hopper_uses_its_matrix_units_and_does_not_spill(kernel, dim, query_tile
 
 
 @pytest.mark.parametrize("kernel", [*PERIPHERY, "means", "keys"])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("results", ["bf16", "fp32"])
+@pytest.mark.parametrize(("dim", "results"), [(64, "bf16"), (128, "fp32")])
 def test_the_periphery_on_hopper_at_128_token_tiles(kernel, dim, results, tmp_path):
     built = compiled(kernel, (9, 0), dim, query_tile=128, kv_tile=128, even=False, pool=True, results=results)
     assert ("wgmma.mma_async" in built.asm["ptx"]) == (kernel != "add_means")
