@@ -68,7 +68,7 @@ class Driven:
         self.layers, warmup = layers, config.warmup or 5
         config = replace(config, warmup=warmup)
         self.policy = HoldStates(layers, config, Budget(config, list), None, None)
-        self.branch = Branch(0, "cond", None, {})
+        self.branch = Branch(0, "cond", "cond", None, {})
         self.request = Request(1, Place(0, 1.0), (), state=Course(), warm_until=warmup)
 
     def __call__(self, layer: Layer, *qkv: Tensor) -> Tensor:

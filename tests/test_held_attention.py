@@ -51,7 +51,7 @@ class Alone:
         inputs = Inputs((), {}, None, None, {})
         if self.request is None:
             self.request = Request(1, place, (), state=Course(), warm_until=self.config.warmup)
-            self.branch = Branch(0, layer.branch, None, {})
+            self.branch = Branch(0, layer.branch, layer.branch, None, {})
         with saying(RUNNING, Forward(self.request, self.branch, place, inputs)):
             out = self.policy(layer, q, k, v)
         self.record = self.branch.kept

@@ -1,9 +1,11 @@
 """State reuse in diffusers' Wan pipelines, with tiny random weights: where step, noise level and guidance come from"""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
+import tiny_pipelines
 import torch
 from torch import Tensor, nn
 
@@ -135,6 +137,71 @@ def test_guidance_changed_in_mid_generation_resets_slopes() -> None:
         )  # fmt: skip
         reasons = [record.reason for record in handle.report().steps if record.branch == "cond"]
     assert reasons[5:8] == ["interval", "guidance", "guidance"]
+
+
+@pytest.mark.parametrize("name", tiny_pipelines.PIPELINES)
+def test_every_pipeline_is_exact_and_held(name: str) -> None:
+    """Steps, noise levels and branches come from each pipeline's own ways of telling them, or its scheduler's."""
+    pipe, given = tiny_pipelines.made(name)
+    models = [pipe.transformer, *([pipe.transformer_2] if getattr(pipe, "transformer_2", None) is not None else [])]
+    calls = [0]
+
+    def note(*_: Any) -> None:
+        calls[0] += 1
+
+    for model in models:
+        model.register_forward_pre_hook(note)
+    plain = tiny_pipelines.call(pipe, given)
+    whole, calls[0] = calls[0], 0
+    with reuse(pipe, ReuseConfig(quality=1.0)):
+        assert torch.equal(tiny_pipelines.call(pipe, given), plain)
+    assert calls[0] == whole
+    calls[0] = 0
+    with reuse(pipe, ReuseConfig(interval=3)) as handle:
+        held = tiny_pipelines.call(pipe, given)
+        report, once = handle.report(), calls[0]
+        assert torch.equal(tiny_pipelines.call(pipe, given), held)
+        assert "latents" in given or not torch.equal(tiny_pipelines.call(pipe, given, seed=2), held)
+    assert once <= 0.6 * whole
+    assert calls[0] == (2 if "latents" in given else 3) * once
+    assert 0 < (held - plain).norm() < 0.1 * plain.norm()
+    sigmas = [record.sigma for record in report.steps]
+    assert sigmas == sorted(sigmas, reverse=True)
+    assert 0 < sigmas[-1] < 0.5 < 0.9 < sigmas[0] <= 1
+    assert len({record.branch for record in report.steps}) == whole // 20
+    assert torch.equal(tiny_pipelines.call(pipe, given), plain)
+
+
+@pytest.mark.parametrize("name", tiny_pipelines.TRANSFORMERS)
+def test_any_transformer_is_held_without_an_adapter(name: str) -> None:
+    """Nothing inside is touched, answers have the model's own form, and every tensor of them is predicted."""
+    torch.manual_seed(0)
+    model, given = tiny_pipelines.TRANSFORMERS[name]()
+    model.eval().requires_grad_(False)
+    processors = {name: module.processor for name, module in model.named_modules() if hasattr(module, "processor")}
+    keys = set(model.state_dict())
+
+    def answers(handle: Any) -> list[Any]:
+        found = []
+        for step in range(8):
+            level = 1 - step / 10
+            inputs = given | {"hidden_states": given["hidden_states"] * level, "timestep": given["timestep"] * level}
+            with handle.during(step=step, sigma=level, steps=8) if handle else nullcontext(), torch.no_grad():
+                found.append(model(**inputs))
+        return found
+
+    plain = answers(None)
+    with reuse(model, ReuseConfig(interval=3)) as handle:
+        held = answers(handle)
+        assert {n: m.processor for n, m in model.named_modules() if hasattr(m, "processor")} == processors
+        assert handle.report().hit_rate == 0.5
+    for step, (ours, theirs) in enumerate(zip(held, plain, strict=True)):
+        assert type(ours) is type(theirs)
+        for a, b in zip(ours.values(), theirs.values(), strict=True):
+            assert torch.equal(a, b) == (step in (0, 1, 4, 7))
+            assert a is None or a.dtype == b.dtype
+    assert set(model.state_dict()) == keys
+    assert all(torch.equal(x[0], y[0]) for x, y in zip(answers(None), plain, strict=True))
 
 
 def test_a_pipeline_without_a_transformer_is_refused() -> None:

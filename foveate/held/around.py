@@ -13,6 +13,7 @@ So nothing of this is in the instance: whoever replaces `forward`, adds hooks or
 and a copy (deepcopy, pickle, torch.save) is of the plain class.
 """
 
+import copyreg
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -48,7 +49,10 @@ class Around:
     """
 
     def __init__(self, module: nn.Module, answer: Callable[[Callable, tuple, dict], Any]):
-        if any(isinstance(vars(cls).get("_foveate_around"), Around) for cls in type(module).__mro__):
+        if any(
+            layer is not None and layer.on
+            for layer in (vars(cls).get("_foveate_around") for cls in type(module).__mro__)
+        ):
             raise ValueError("the model reuses earlier steps already: remove() that handle first")
         self.module, self.on, self._plain = module, True, type(module)
         self.answer: Any = torch.compiler.disable(answer, recursive=False)
@@ -81,7 +85,7 @@ class Around:
             if isinstance(parts, str):
                 return parts
             made, args, *rest = parts
-            made = plain if made is around._class else made
+            made = _new if made is copyreg.__newobj__ else plain if made is around._class else made  # type: ignore[attr-defined]
             return (made, tuple(plain if x is around._class else x for x in args), *rest)
 
         def context(module: Any) -> Any:
@@ -96,7 +100,7 @@ class Around:
             "_foveate_around": self,
             **{name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")},
         }
-        return type(plain)(plain.__name__, (plain,), body)
+        return type(plain)(plain.__name__, (plain,), body)  # pyright: ignore[reportCallIssue]
 
     def _own_context(self, module: Any) -> Any:
         """The module's `cache_context` without this layer: what others put there, its class's, or its inner module's.
@@ -123,6 +127,11 @@ class Around:
                 stack.enter_context(inner(name, **where))
             stack.enter_context(saying(self, {"name": name, **where}))
             yield
+
+
+def _new(cls: type, *args: Any) -> Any:
+    """As copyreg's, which pickle refuses for another class than the object's."""
+    return cls.__new__(cls, *args)
 
 
 def _put_context(module: Any, value: Any) -> None:

@@ -84,11 +84,11 @@ class Outputs:
         request, branch, step = forward.request, forward.branch, forward.place.step
         request.branches = [one for one in request.branches if one.step >= request.step]
         takes_over = branch.count == 0 and bool(request.branches)
-        if takes_over or bends(request.guidance, guidance):
+        bent = request.bends(guidance, step)
+        if takes_over or bent:
             request.warm_until = max(request.warm_until, step + 1 + self.config.order)
             for one in [] if takes_over else request.branches:
                 one.held = None
-        request.guidance = guidance
 
     def _learn(self, request: Request, branch: Branch) -> None:
         """What the same branch of another model has learned of its error is where this one begins."""
@@ -123,7 +123,7 @@ class Outputs:
         one, verdict = (1, 1, 1), request.verdict
         assert verdict is not None
         record = StepRecord(
-            request.number, place.step, branch.name, place.sigma, "output held" if hold else verdict.reason,
+            request.number, place.step, branch.label, place.sigma, "output held" if hold else verdict.reason,
             torch.full(one, not hold), torch.full(one, verdict.predicted), torch.full((1,), float(not hold)),
             0 if hold else branch.sent, branch.sent, branch.held.bytes(),
             branch.held.missed.reshape(one) if measured else None, self._names[branch.model],
@@ -147,12 +147,3 @@ class Outputs:
 
     def bytes(self, request: Request) -> int:
         return sum(branch.held.bytes() for branch in request.branches if branch.held is not None)
-
-
-def bends(before: Any, now: Any) -> bool:
-    """Whether guidance changed by so much that the trajectory bends; a scale that follows the steps does not."""
-    pairs = zip(before, now, strict=True)
-    return any(
-        a != b if not (isinstance(a, int | float) and isinstance(b, int | float)) else abs(a - b) > 0.25 * abs(a)
-        for a, b in pairs
-    )

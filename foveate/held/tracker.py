@@ -55,17 +55,18 @@ class Seen:
 
 @dataclass
 class Branch:
-    """One of a step's forwards, from step to step. inputs: of the newest, without the clip and the time.
+    """One of a step's forwards, from step to step. label: its name, with a number where several have one.
 
-    clip: `SAMPLE` numbers of it. speeds: the first and the largest change of them over that of the noise level.
-    held: what the mode remembers. sent: bytes that computing it sent to other ranks. kept: the form of its answer,
-    or its step's record. kept_rates: what its states had learned.
+    inputs: of the newest, without the clip and the time. clip: `SAMPLE` numbers of it. speeds: the first and the
+    largest change of them over that of the noise level. held: what the mode remembers. sent: bytes that computing it
+    sent to other ranks. kept: the form of its answer, or its step's record. kept_rates: what its states had learned.
     given, alike, clip_now, ready: for held/split.py, of the newest step: args and kwargs; whether the step's first call
     had this one's clip; the clip; the result that waits for the second call.
     """
 
     model: int
     name: str
+    label: str
     form: Any
     inputs: dict[str, Seen]
     step: int = -1
@@ -87,9 +88,9 @@ class Branch:
 
 @dataclass
 class Request:
-    """One generation. step, anchor: the newest, and the newest that was computed. verdict: of the newest.
+    """One generation. step, anchor, changed: the newest, the newest computed, and that at which guidance changed.
 
-    warm_until: steps before it are computed. why: for how many steps which reason decided.
+    verdict: of the newest. warm_until: steps before it are computed. why: for how many steps which reason decided.
     state: what the mode keeps. split: the newest step was computed by halves of the ranks.
     """
 
@@ -97,6 +98,7 @@ class Request:
     place: Place
     guidance: Any
     step: int = -1
+    changed: int = -2
     anchor: int = -1
     warm_until: int = 0
     branches: list[Branch] = field(default_factory=list)
@@ -115,6 +117,13 @@ class Request:
     def count(self) -> int | None:
         """How many steps it has in all, where that is known."""
         return None if self.place.steps is None else self.place.steps - self.place.step
+
+    def bends(self, guidance: Any, step: int) -> bool:
+        """Whether guidance has changed at this step, so that the trajectory bends; not where it does at every step."""
+        if guidance == self.guidance:
+            return False
+        before, self.guidance, self.changed = self.changed, guidance, step
+        return before != step - 1
 
     def live(self, model: int) -> list[Branch]:
         """The branches of a model that were called at the newest step or the one before."""
@@ -171,7 +180,7 @@ class Tracker:
                 self._end(other, "its thread is gone")
             self._count += 1
             request = self.requests[key] = self.newest = Request(self._count, place, guidance)
-            forward = Forward(request, Branch(model, place.branch, inputs.form, inputs.rest), place, inputs)
+            forward = Forward(request, _branch(model, place, inputs), place, inputs)
         self._began(forward)
         return forward
 
@@ -222,11 +231,17 @@ class Tracker:
         called = [one for one in request.branches if one.step == place.step]
         if not called:  # the first call of a step, and no branch is its own: a model that takes over, or a new request
             taken_over = not any(one.model == model for one in request.branches) and place.schedule is not None
-            return Branch(model, place.branch, inputs.form, inputs.rest) if taken_over else None
+            return _branch(model, place, inputs) if taken_over else None
         alike = [one for one in named if one.step == place.step and _changed(one, inputs) == set()]
         if len(alike) >= MOST or any(_distance(one, inputs) for one in alike):
             return None
-        return Branch(model, place.branch, inputs.form, inputs.rest)
+        return _branch(model, place, inputs, len(named))
+
+
+def _branch(model: int, place: Place, inputs: Inputs, others: int = 0) -> Branch:
+    """A new one. others: branches of this name that there are already."""
+    label = f"{place.branch}#{others + 1}" if others else place.branch
+    return Branch(model, place.branch, label, inputs.form, inputs.rest)
 
 
 def _goes_on(branch: Branch, place: Place, inputs: Inputs) -> set[str] | None:

@@ -23,6 +23,14 @@ from foveate.parallel.comm import TRAFFIC
 log = logging.getLogger("foveate")
 
 
+NOTHING = torch.zeros(())
+
+
+def compiled_frame(x: Tensor) -> Tensor:
+    """torch.compile(fullgraph=True) around this layer wants something to have been compiled in every call: this is."""
+    return x + 1
+
+
 class Mode(Protocol):
     """What a handle remembers: outputs or attention states. `took` gives what the caller of the model gets."""
 
@@ -45,6 +53,7 @@ class Call:
     running: Forward
     other: Branch | None
     before: int  # bytes sent until now
+    told: ExitStack
 
 
 class Watched:
@@ -67,22 +76,21 @@ class Watched:
         if team is not None and team.pair is not None:
             self.split = Split(team.pair, team.half, lambda: input_names(module))
         disable: Any = torch.compiler.disable
-        self._begin, self._end = disable(self._before), disable(self._after)
+        self._begin, self._end, self._failed = map(disable, (self._before, self._after, self._broke))
         self._strange = False
         self.around = Around(module, self._answer)
 
     def _answer(self, call: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         result, running = self._begin(args, kwargs)
         if running is None:
-            return call(*args, **kwargs) if result is None else result
+            if result is None:
+                return call(*args, **kwargs)
+            compiled_frame(NOTHING)
+            return result
         try:
-            with ExitStack() as stack:
-                stack.enter_context(saying(RUNNING, running.running))
-                stack.enter_context(telling(self.around, running.running, running.forward))
-                result = call(*running.args, **running.kwargs)
-            return self._end(running, result)
+            return self._end(running, call(*running.args, **running.kwargs))
         except BaseException:
-            running.forward.request.broken = True
+            self._failed(running)
             raise
 
     def _before(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
@@ -127,9 +135,13 @@ class Watched:
         if self.split is not None and other is not None:
             forward.request.split = True
             running, args, kwargs = self.split.mine(forward, other)
-        return Call(forward, args, kwargs, running, other, TRAFFIC.total)
+        told = ExitStack()
+        told.enter_context(saying(RUNNING, running))
+        told.enter_context(telling(self.around, running, forward))
+        return Call(forward, args, kwargs, running, other, TRAFFIC.total, told)
 
     def _after(self, call: Call, result: Any) -> Any:
+        call.told.close()
         forward, mine = call.forward, True
         if self.split is not None and call.other is not None:
             result = self.split.exchange(forward, call.other, result, lambda: TRAFFIC.total - call.before)
@@ -137,6 +149,10 @@ class Watched:
         result = self._mode.took(forward, result, TRAFFIC.total - call.before, mine)
         self._done(forward)
         return result
+
+    def _broke(self, call: Call) -> None:
+        call.told.close()
+        call.forward.request.broken = True
 
     def _done(self, forward: Forward) -> None:
         self._tracker.done(forward)

@@ -15,7 +15,6 @@ from foveate.held.attention.budget import Budget
 from foveate.held.attention.policy import HoldStates
 from foveate.held.config import ReuseConfig
 from foveate.held.decide import warmup
-from foveate.held.outputs import bends
 from foveate.held.team import Team
 from foveate.held.tracker import Forward, Request
 from foveate.models import adapters
@@ -75,6 +74,7 @@ class AttentionStates:
         if step == request.step:
             return
         request.branches = [one for one in request.branches if one.step >= request.step]
+        bent = request.bends(guidance, step)
         if forward.branch.count == 0 and request.branches:
             request.warm_until = max(request.warm_until, step + 1 + self.config.order)
             for one in request.branches:  # it never comes back in this request
@@ -84,10 +84,9 @@ class AttentionStates:
         else:
             now, before = {one.name for one in request.branches}, request.state.called
             others = self.config.cfg == 1 and before and now != before  # with cfg 2 a rank sees one branch
-            if others or bends(request.guidance, guidance):
+            if others or bent:
                 request.state.kink = step
             request.state.called = now
-        request.guidance = guidance
 
     def took(self, forward: Forward, result: Any, sent: int, mine: bool = True) -> Any:
         branch, record = forward.branch, forward.branch.kept

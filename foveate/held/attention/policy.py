@@ -86,7 +86,7 @@ class HoldStates:
             place.step, place.sigma, request.state.kink == place.step, cap, self._state_bytes(held.layout, q),
             alike[0].plan if alike else None,
         )  # fmt: skip
-        branch.kept = held.record(request.number, branch.name)
+        branch.kept = held.record(request.number, branch.label)
         request.why[branch.kept.reason] += branch.kept.hits == 0
 
     def _layout(self, layer: Layer, q: Tensor) -> Layout:
