@@ -1,5 +1,6 @@
 """State reuse on gloo ranks against one process."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -191,3 +192,97 @@ def test_around_parallelize(worlds: Worlds) -> None:
     for out, computed in worlds(4).run(around_parallel):
         torch.testing.assert_close(out, alone, rtol=0, atol=TOLERANCE)
         assert computed == pytest.approx(told["computed"])
+
+
+# Outputs held on ranks.
+
+
+def halves(guided: int, config: dict) -> tuple[Tensor, int, set]:
+    """Guidance ends after `guided` steps: the clip, bytes that this rank sent, branches that it computed."""
+    made, x = model(), torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+    TRAFFIC.reset()
+    with reuse(made, ReuseConfig(**config)) as handle, torch.no_grad():
+        x = loop(made, x, guided)
+        report = handle.report()
+    computed = {record.branch for record in report.steps if record.hits == 0 and record.step > 0}
+    return x, TRAFFIC.total - TRAFFIC.sent["input check"], computed
+
+
+def loop(made: nn.Module, x: Tensor, guided: int, steps: int = 12) -> Tensor:
+    for step in range(steps):
+        level, told = 1 - step / steps, {"step_index": step, "sigma": 1 - step / steps, "num_inference_steps": steps}
+
+        def call(name: str, label: int, x: Tensor = x, level: float = level, told: dict = told) -> Tensor:
+            with made.cache_context(name, **told) if hasattr(made, "cache_context") else nullcontext():
+                return made(x, torch.tensor([level]), torch.tensor([label]))
+
+        out = call("cond", 1)
+        if step < guided:
+            out = out + 2 * (out - call("uncond", 0))
+        x = x - out / steps
+    return x
+
+
+@pytest.mark.parametrize(("size", "guided"), [(2, 12), (2, 5), (4, 12)])
+def test_branches_on_halves_of_the_ranks_with_outputs_held(worlds: Worlds, size: int, guided: int) -> None:
+    """As one process holds them, whether guidance ends or not; the link carries one output a computed step."""
+    made, x = model(), torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+    with reuse(made, ReuseConfig(interval=3, warmup=3)), torch.no_grad():
+        alone = loop(made, x, guided)
+    config = {"interval": 3, "warmup": 3, "cfg": 2, "head": 1}
+    for rank, (out, sent, computed) in enumerate(worlds(size).run(halves, guided, config)):
+        torch.testing.assert_close(out, alone, rtol=0, atol=2 * TOLERANCE)
+        if (size, guided) == (2, 12):
+            assert computed == {("cond", "uncond")[rank]}
+            assert 0 <= sent - 5 * x.numel() * 4 < 100, "steps 1, 2, 5, 8 and 11; both compute step 0"
+            exact = worlds(2).run(halves, guided, {"quality": 1.0, "head": 2})[rank][1]
+            assert sent <= 0.03 * exact, f"{sent} of {exact} bytes"
+
+
+def leaking() -> list[int]:
+    made, counts = model(), []
+    for _ in range(3):
+        counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
+        with reuse(made, ReuseConfig(cfg=2, head=1)):
+            pass
+    return counts
+
+
+def test_process_groups_go_with_their_handle(worlds: Worlds) -> None:
+    for counts in worlds(2).run(leaking):
+        assert len(set(counts)) == 1
+
+
+def other_inputs(ranks: str) -> str:
+    rank = torch.distributed.get_rank()
+    with reuse(made := model(), ReuseConfig(ranks=ranks)):
+        noise = torch.randn(SIZE, generator=torch.Generator().manual_seed(rank))
+        try:
+            ours = generate(made, noise, steps=4, solver="euler", condition=torch.tensor([1]))
+        except ValueError as error:
+            return str(error)
+    alone = generate(model(), noise, steps=4, solver="euler", condition=torch.tensor([1]))
+    return f"{float((ours - alone).norm() / alone.norm()) < 0.1}"
+
+
+def test_other_inputs_on_ranks_are_an_error_or_asked_for(worlds: Worlds) -> None:
+    for said in worlds(2).run(other_inputs, "together"):
+        assert "same prompt and seed" in said
+        assert "ranks='independent'" in said
+    assert worlds(2).run(other_inputs, "independent") == ["True", "True"]
+
+
+def replicas() -> int:
+    """Two replicas of two ranks; guidance in one of them only."""
+    made = model()
+    spread = parallelize(made, ParallelConfig(head=2, sequence=1))
+    noise = torch.randn(SIZE, generator=torch.Generator().manual_seed(spread.replica))
+    with reuse(made, ReuseConfig(quality=0.5)) as handle:
+        generate(made, noise, steps=9, solver="euler", condition=torch.tensor([1]), guidance=1.0 + 2 * spread.replica)
+        forwards = len(handle.report().steps)
+    spread.remove()
+    return forwards
+
+
+def test_replicas_decide_for_themselves(worlds: Worlds) -> None:
+    assert worlds(4).run(replicas) == [9, 9, 18, 18]

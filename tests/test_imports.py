@@ -1,6 +1,7 @@
 """Imports run one way: a module may import its own room and the rooms before it, never a later one."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,18 @@ def test_every_public_name_is_there() -> None:
     later = [name for names in foveate._LATER.values() for name in names]
     checked = next(node for node in ast.parse((ROOT / "__init__.py").read_text()).body if isinstance(node, ast.If))
     assert sorted(later) == sorted(alias.name for node in checked.body for alias in node.names)
+
+
+COLLECTIVES = re.compile(r"(all_|reduce|broadcast|gather|scatter|send|recv|isend|irecv|barrier|batch_isend|new_group)")
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
+def test_collectives_stand_in_one_folder(file: Path) -> None:
+    """`torch.distributed`'s collectives are called in parallel/ only: there they have names, groups and a timeout."""
+    if file.relative_to(ROOT).parts[0] == "parallel":
+        return
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+            assert not any(COLLECTIVES.match(alias.name) for alias in node.names), file
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("dist", "c10d"):
+            assert not COLLECTIVES.match(node.attr), f"{file}:{node.lineno} dist.{node.attr}"
