@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from foveate.held.handle import ReuseHandle, reuse
     from foveate.held.report import ReuseReport
     from foveate.parallel.handle import ParallelConfig, ParallelHandle, parallelize
+    from foveate.sparsity.artifact import load_sparse
     from foveate.sparsity.config import SparsityConfig
     from foveate.sparsity.handle import Handle, sparsify
     from foveate.sparsity.policy import Sparse
@@ -36,6 +37,7 @@ __all__ = [
     "SparsityConfig",
     "VideoGrid",
     "attend",
+    "load_sparse",
     "merge",
     "parallelize",
     "profile",
@@ -50,6 +52,7 @@ _LATER = {
     "foveate.held.handle": ("ReuseHandle", "reuse"),
     "foveate.held.report": ("ReuseReport",),
     "foveate.parallel.handle": ("ParallelConfig", "ParallelHandle", "parallelize"),
+    "foveate.sparsity.artifact": ("load_sparse",),
     "foveate.sparsity.config": ("SparsityConfig",),
     "foveate.sparsity.handle": ("Handle", "sparsify"),
     "foveate.sparsity.policy": ("Sparse",),

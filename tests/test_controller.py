@@ -3,7 +3,6 @@
 Shapes: B batch, S tokens, H heads, D head dim, W width.
 """
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -122,7 +121,6 @@ class Run:
 
     def state(self) -> dict:
         saved = self.handle.state_dict()
-        saved["control"] = json.loads(json.dumps(saved["control"]))
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "handle": saved}
 
     def load(self, state: dict) -> None:
@@ -170,7 +168,7 @@ def test_repeated_and_resumed_it_is_the_same_bit_by_bit(whole: Run) -> None:
     first = Run()
     first.train(range(122))
     assert first.handle.decision.active
-    assert first.handle._pairs
+    assert first.handle.main.pairs
     assert first.rows == whole.rows[:122]
     second = Run()
     second.load(first.state())
@@ -264,7 +262,7 @@ def test_fixed_budgets_and_dsv() -> None:
     dsv = run_controller(SparsityConfig(rule="dsv"), [None], error=0.15)[-1].decision
     assert dsv.plan is not None
     assert not any(map(any, dsv.plan.pooled))
-    assert dsv.plan.budgets[0] == pytest.approx((0.05, 0.05, 1 / 3))
+    assert dsv.plan.budgets[0] == pytest.approx((0.005, 0.005, 1 / 3))
     assert dsv.plan.sparse == (True, True)
 
 

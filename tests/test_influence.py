@@ -52,12 +52,12 @@ def expected(clips: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("how", ["eager", "checkpoint", "reentrant", "compiled", "two clips a step"])
 def test_it_is_what_gradients_say(how: str) -> None:
     model, given = make_model(), clips(2 if how.startswith("two") else 1)
-    handle = sparsify(model, SparsityConfig(tolerance=0.01, warmup=100))
+    run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    handle = sparsify(run, SparsityConfig(tolerance=0.01, warmup=100))  # type: ignore[arg-type]
     if how in ("checkpoint", "reentrant"):
         for block in model.blocks:
             forward = block.forward
             block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=how == "reentrant")
-    run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
     for clip in given:
         run(clip, SIGMA).square().mean().backward()
     handle.step()
@@ -89,7 +89,8 @@ def test_layers_without_gradients_count_as_usual() -> None:
 def test_heads_of_influence_keep_more() -> None:
     error = torch.tensor([0.5, 0.4, 0.3, 0.2, 0.1]).expand(2, -1)
     names = HeadProfile.__dataclass_fields__
-    profile = SparsityProfile.empty(1).updated(0, HeadProfile(**dict.fromkeys(names, error)), 0)
+    points = (0.05, 0.1, 0.2, 0.3, 0.5)
+    profile = SparsityProfile.empty(1, points).updated(0, HeadProfile(**dict.fromkeys(names, error)), 0)
     alike, _ = controller.by_error(profile, 0.3, "pool")
     assert alike[0, 0] == alike[0, 1] == pytest.approx(0.2)
     budgets, _ = controller.by_error(profile, 0.3, "pool", torch.tensor([[0.5, 2.0]]))  # 0.8 on average

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from foveate.attention import Layer, Policy
 from foveate.models.cogvideox import CogVideoXProcessor, cogvideox_grid
+from foveate.models.copies import Hook, Method, itself
 from foveate.models.ltx import LTXProcessor, ltx_grid
 from foveate.models.processor import Context, Processor, Shard, share_compiled_blocks
 from foveate.models.sharding import PerToken, Sharding
@@ -122,7 +123,7 @@ def install(model: nn.Module, policy: Policy) -> "Installed":
     refuses, for a second installation, and where processors stand that this row does not know.
     """
     root, adapter = _locate(model)
-    if MARK in vars(root):
+    if installed(root) is not None:
         raise ValueError("a policy is installed in this model already: remove() it first, or assign its .policy")
     attentions = _attentions(root, adapter)
     if adapter.processor is None:
@@ -133,13 +134,15 @@ def install(model: nn.Module, policy: Policy) -> "Installed":
 
 def installed(model: nn.Module) -> "Installed | None":
     """What `install` put into a model, None where nothing is."""
-    return vars(_locate(model)[0]).get(MARK)
+    found = vars(_locate(model)[0]).get(MARK)
+    return found if isinstance(found, Installed) else None
 
 
 class Installed:
     """A policy in a model. `layers` are the self-attentions' names, `heads` and `dim` the shape of each.
 
-    A context manager too: the end of its `with` removes it.
+    A context manager too: the end of its `with` removes it. Copies and pickles of the model are plain: what is
+    installed stays with this one, and something may be installed in them too.
     """
 
     def __init__(self, root: Any, adapter: Adapter, attentions: dict[str, Any], policy: Policy):
@@ -225,7 +228,7 @@ class Installed:
         "uncond", "cond_uncond" for both in one batch), the step its step_index and the noise level its sigma, where
         the pipeline gives them. foveate's own `generate` does the same with the built-in model.
         """
-        self._context.step, self._context.branch, self._context.sigma = step, branch, sigma
+        self._context.where = step, branch, sigma
 
     def remove(self) -> None:
         """Put the model back as it was, with its original processor objects. A second call does nothing."""
@@ -238,6 +241,13 @@ class Installed:
 
     def __exit__(self, *error: Any) -> None:
         self.remove()
+
+    def __reduce__(self) -> Any:
+        return itself, (self._before_us(),)
+
+    def _before_us(self) -> Any:
+        """What copies of the model have in this one's place."""
+        return None
 
     def _enter(self) -> None:
         raise NotImplementedError
@@ -257,16 +267,18 @@ class _ProcessorsInstalled(Installed):
         self._processors = [adapter.processor(self._context, index, name) for index, name in enumerate(self.layers)]
         self._originals = [attention.processor for attention in self._attentions.values()]
         for attention, processor in zip(self._attentions.values(), self._processors, strict=True):
+            processor.original = attention.processor
             attention.set_processor(processor)
-        before = root.register_forward_pre_hook(self._before, with_kwargs=True)
-        self._hooks = before, root.register_forward_hook(self._after)
+        before = root.register_forward_pre_hook(Hook(self._before), with_kwargs=True)
+        self._hooks = before, root.register_forward_hook(Hook(self._after))
         if hasattr(root, "cache_context"):
-            self._cache_context, root.cache_context = root.cache_context, self._during
+            self._cache_context = root.cache_context
+            root.cache_context = self._told = Method(root, "cache_context", self._during)
 
     def _leave(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        if vars(self._root).get("cache_context") == self._during:
+        if hasattr(self, "_told") and vars(self._root).get("cache_context") is self._told:
             del self._root.cache_context
         places = zip(self._attentions.values(), self._processors, self._originals, strict=True)
         for attention, processor, original in places:
@@ -305,7 +317,10 @@ class _PolicyInstalled(Installed):
 
     def _enter(self) -> None:
         self._original, self._root.policy = self._root.policy, self
-        self._root.cache_context = self._during
+        self._root.cache_context = self._told = Method(self._root, "cache_context", self._during)
+
+    def _before_us(self) -> Any:
+        return self._original
 
     @property
     def tile_shape(self) -> tuple[int, int, int]:
@@ -317,7 +332,7 @@ class _PolicyInstalled(Installed):
 
     def _leave(self) -> None:
         self._root.tile_shape = CUBE
-        if vars(self._root).get("cache_context") == self._during:
+        if vars(self._root).get("cache_context") is self._told:
             del self._root.cache_context
         if self._root.policy is self:
             self._root.policy = self._original
@@ -326,7 +341,7 @@ class _PolicyInstalled(Installed):
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         where = self._context
-        told = Layer(layer.index, layer.name, layer.grid, where.step, where.branch, where.sigma)
+        told = Layer(layer.index, layer.name, layer.grid, *where.where)
         return where.policy(told, q, k, v)
 
     @contextmanager

@@ -6,6 +6,7 @@ A processor stands where diffusers has its own: it projects, normalises and rota
 Shapes: B batch, S tokens (video and joint text), H heads, G key/value heads (G divides H), D head dim.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foveate.attention import Layer, Policy, no_autocast, unavailable
+from foveate.models.copies import itself
 from foveate.tiles import CUBE, VideoGrid
 
 Shard = Callable[[VideoGrid], tuple[int, int]]
@@ -42,16 +44,47 @@ class Context:
 
     shard: where this process holds a part of every sequence only, says which: see `Shard`. tile_shape: of the tiles
     that grids are cut into, (frames, height, width); changed between training steps only.
+
+    Every thread has a forward of its own, and a step, branch and noise level inside `during`; those set outside are for
+    all threads. A thread without one (of autograd's, say) takes the forward that began last.
     """
 
     def __init__(self, policy: Policy, text_first: bool):
         self.policy, self.text_first = policy, text_first
-        self.step: int | None = None
-        self.branch = ""
-        self.sigma: float | None = None
-        self.call: Call | None = None
+        self._everywhere: tuple[int | None, str, float | None] = (None, "", None)
+        self._last: Call | None = None
+        self._here = threading.local()
         self.shard: Shard | None = None
         self.tile_shape = CUBE
+
+    @property
+    def where(self) -> tuple[int | None, str, float | None]:
+        """The denoising step, branch and noise level that a forward is told now."""
+        return getattr(self._here, "where", None) or self._everywhere
+
+    @where.setter
+    def where(self, where: tuple[int | None, str, float | None]) -> None:
+        self._everywhere = where
+
+    @property
+    def step(self) -> int | None:
+        return self.where[0]
+
+    @property
+    def branch(self) -> str:
+        return self.where[1]
+
+    @property
+    def sigma(self) -> float | None:
+        return self.where[2]
+
+    @property
+    def call(self) -> Call | None:
+        return getattr(self._here, "call", self._last)
+
+    @call.setter
+    def call(self, call: Call | None) -> None:
+        self._here.call = self._last = call
 
     def enter(self, grid: VideoGrid, device: torch.device) -> None:
         """A forward begins, on this grid."""
@@ -61,7 +94,7 @@ class Context:
         else:
             first, stop = self.shard(grid)
             (there, back), tokens = _shard_orders(grid, self.text_first, first, stop, device), stop - first
-        self.call = Call(grid, self.step, self.branch, self.sigma, there, back, tokens)
+        self.call = Call(grid, *self.where, there, back, tokens)
 
     def remember(self, output: Tensor) -> None:
         """Let the backward of this forward's output find the call again, whatever ran in between.
@@ -76,12 +109,12 @@ class Context:
     @contextmanager
     def during(self, step: int | None, branch: str, sigma: float | None = None) -> Iterator[None]:
         """Another step, branch and noise level for the length of a `with`."""
-        before = self.step, self.branch, self.sigma
-        self.step, self.branch, self.sigma = step, branch, sigma
+        before = getattr(self._here, "where", None)
+        self._here.where = step, branch, sigma
         try:
             yield
         finally:
-            self.step, self.branch, self.sigma = before
+            self._here.where = before
 
 
 class Processor:
@@ -89,6 +122,10 @@ class Processor:
 
     def __init__(self, context: Context, index: int, name: str):
         self.context, self.foveate_layer, self.name = context, index, name
+        self.original: Any = None  # the model's own, which copies of the model have
+
+    def __reduce__(self) -> Any:
+        return itself, (self.original,)
 
     def attend(
         self,

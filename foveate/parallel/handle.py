@@ -1,6 +1,6 @@
 """`parallelize`: one model on many ranks by context parallelism, under torchrun.
 
-    handle = fv.sparsify(model, fv.SparsityConfig(), reduce=fv.parallel.mean_over_ranks)  # optional, first
+    handle = fv.sparsify(model, fv.SparsityConfig())                                      # optional, first
     parallel = fv.parallelize(model, fv.ParallelConfig(head=4, sequence=2))
     for block in model.blocks: fully_shard(block)                                         # or DDP, or neither
     ...
@@ -15,6 +15,7 @@ Not covered: a second backward through attention; torch.compile(fullgraph=True),
 
 import logging
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -24,10 +25,12 @@ from torch import Tensor, nn
 from foveate import costs as prices
 from foveate.attention import Dense
 from foveate.models import adapters
+from foveate.models.copies import Hook
 from foveate.parallel.comm import TIMEOUT, TRAFFIC, Group
 from foveate.parallel.plan import LayerLoad, LayerPlan, Load, ParallelPlan, Topology, contiguous, plan_parallel
 from foveate.parallel.policy import Parallel, Ranks
 from foveate.parallel.shard import TokenShards
+from foveate.sparsity import ranks
 from foveate.sparsity.policy import Sparse
 
 log = logging.getLogger("foveate")
@@ -120,7 +123,7 @@ class ParallelHandle:
             raise
         self.installed.policy = self.policy
         self._costs, self._checks = costs, 2 if config.check_inputs and config.ranks > 1 else 0
-        self._hook = model.register_forward_pre_hook(self._check, with_kwargs=True)
+        self._hook = model.register_forward_pre_hook(Hook(self._check), with_kwargs=True)
         self.ranks.of(config.head)
         if config.fetch_cap is not None:
             log.warning(
@@ -246,10 +249,23 @@ class ParallelHandle:
 
 
 def mean_over_ranks(tensor: Tensor) -> Tensor:
-    """The mean of a tensor over all ranks of the job: `sparsify(model, config, reduce=mean_over_ranks)`."""
+    """The mean of a tensor over all ranks of the job: what `sparsify` takes by itself where there are several."""
     total = tensor.clone()
-    Group(range(dist.get_world_size()), "all ranks", dist.group.WORLD, TIMEOUT).mean_([total], "reduced decisions")
+    _everyone(dist.group.WORLD).mean_([total], "reduced decisions")
     return total
+
+
+@lru_cache(maxsize=1)
+def _everyone(world: Any) -> Group:
+    return Group(range(dist.get_world_size()), "all ranks", world, TIMEOUT)
+
+
+def _several() -> Any:
+    alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    return None if alone else mean_over_ranks
+
+
+ranks.offer(_several)
 
 
 def describe(plan: ParallelPlan) -> str:

@@ -25,7 +25,6 @@ from foveate.parallel.lessons import ShardedSight
 from foveate.parallel.plan import LayerPlan, ParallelPlan
 from foveate.parallel.ring import attend_ring
 from foveate.parallel.sequence import Choice, Job, Kernel, attend_sequence, select_sequence
-from foveate.parallel.shard import gather_tokens
 from foveate.sparsity.policy import Call, Sparse
 from foveate.tiles import TILE, Selection, VideoGrid
 
@@ -177,12 +176,8 @@ class Parallel:
         if not isinstance(inner, Sparse):
             return None
 
-        def whole() -> Any:
-            what = f"whole q, k, v of {where}"
-            return tuple(gather_tokens(x.detach(), shards, self.ranks.context, what) for x in (q, k, v))
-
-        sight = ShardedSight(q, k, shards, self.ranks.context, where)
-        call = inner.begin(layer, sight, whole, torch.is_grad_enabled())
+        sight = ShardedSight(q, k, shards, self.ranks.context, where, v)
+        call = inner.begin(layer, sight, torch.is_grad_enabled())
         return None if call.mode == "dense" else call
 
     def _plan(self, layer: Layer, call: Any) -> LayerPlan:
@@ -203,7 +198,7 @@ class Parallel:
                 return self._part(inner.random(layer, q.shape[0], q.device), mine, shards, group)
             predictor = inner.predictor(layer.index)
             a, b = (None, None) if predictor is None else (predictor.a[mine], predictor.b[mine])
-            budget = inner.budgets[layer.index][mine]
+            budget = inner.budget(layer)[mine]
             choice = Choice(a, b, budget, layer.grid.video, self.query_tile, self.fetch_cap)
             return select_sequence(q, k, choice, shards, group, where, self.kv_tile)
 
@@ -218,7 +213,8 @@ class Parallel:
     def _pooled(self, layer: Layer, mine: Tensor) -> Tensor | None:
         """bool (h,) of own heads with a pooled periphery; None where the layer has none, on any rank."""
         if isinstance(self.inner, Sparse):
-            return None if self.inner.drops[layer.index] else self.inner.pooled[layer.index][mine]
+            pooled = self.inner.periphery(layer)
+            return None if isinstance(pooled, str) else pooled[mine]
         assert isinstance(self.inner, Fixed)
         names = self.inner.periphery
         if "pool" not in names:  # of a word too: only "pool" holds it

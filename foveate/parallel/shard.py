@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from foveate.models.adapters import Installed
+from foveate.models.copies import Hook
 from foveate.models.sharding import PerToken, Sharding
 from foveate.parallel.comm import Group, Shards
 from foveate.tiles import VideoGrid
@@ -34,7 +35,7 @@ class TokenShards:
         self.sharding: Sharding = installed.adapter.sharding
         self._names = tuple(inspect.signature(type(blocks[0]).forward).parameters)[1:]
         disable: Any = torch.compiler.disable  # collectives are no business of a compiled graph
-        enter, slice_, leave = disable(self._enter), disable(self._slice), disable(self._leave)
+        enter, slice_, leave = (Hook(disable(call)) for call in (self._enter, self._slice, self._leave))
         self._hooks: list[Any] = [block.register_forward_pre_hook(slice_, with_kwargs=True) for block in blocks]
         # Prepended hooks run first: tokens are cut before anything else is told of them, and joined last.
         self._hooks.append(blocks[0].register_forward_pre_hook(enter, with_kwargs=True, prepend=True))

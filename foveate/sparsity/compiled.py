@@ -6,8 +6,6 @@ operator runs, so a compiled model is compiled once. Eager code does not come he
 Shapes: B batch, S tokens in tile order, H heads, G key/value heads, D head dim, R query tiles, W words of a row.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -58,13 +56,14 @@ def _policy(
     policy = _policies[token]
     grid = VideoGrid(*sizes, cube=(cube[0], cube[1], cube[2]))
     layer = Layer(index, str(index), grid, None if step < 0 else step)
-    with _autograd_allowed():
-        mode, selection = policy.choose(layer, q.detach(), k.detach(), v.detach(), grad)
+    policy.inside_graphs += grad
+    mode, selection = policy.choose(layer, q.detach(), k.detach(), v.detach(), grad)
     state = policy.compute(layer, mode, selection, q, k, v)
     # Copies: the compiler may write into what it is given, and the policy keeps its own.
     words = _no_words(q, query_tile) if selection is None else selection.words.clone()
-    facts = torch.tensor([selection is not None, not policy.drops[index]])
-    return state.out.contiguous(), state.lse.contiguous(), words, policy.pooled[index].clone(), facts
+    setting = policy.setting(grid.tokens)
+    facts = torch.tensor([selection is not None, not setting.drops[index]])
+    return state.out.contiguous(), state.lse.contiguous(), words, setting.pooled[index].clone(), facts
 
 
 @_policy.register_fake
@@ -110,16 +109,6 @@ def _differentiate(ctx: Any, dout: Tensor, *others: Tensor) -> tuple:
 
 
 _policy.register_autograd(_differentiate, setup_context=_keep)
-
-
-@contextmanager
-def _autograd_allowed() -> Iterator[None]:
-    """An operator runs below autograd; a predictor's lesson needs it."""
-    hidden = torch._C._dispatch_tls_local_exclude_set()
-    for name in ("AutogradOther", "AutogradCPU", "AutogradCUDA", "AutogradFunctionality", "ADInplaceOrView"):
-        hidden = hidden.remove(getattr(torch._C.DispatchKey, name))
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden):
-        yield
 
 
 def _no_words(q: Tensor, query_tile: int) -> Tensor:

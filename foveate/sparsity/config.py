@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from foveate.attention import BACKENDS
+from foveate.sparsity.cadence import OFTEN
 
 TOLERANCE = 0.005
 
@@ -25,11 +26,12 @@ class SparsityConfig:
         model's device say is faster at equal recall: 128 where flash-attn-4 is installed, 64 elsewhere.
     warmup: dense steps before anything is decided; predictors learn in them, from `learn_from` on beyond closed form.
     often, rare: steps between measurements: `often` at first and while things change, up to `rare` when settled.
+    teach_every: steps between two lessons of the predictors, after the warm-up. These three are found from the saved
+        costs where they are not given: lessons and measurements then take at most 5 % of the step time (cadence.py).
     pairs: consecutive steps whose paired losses make one measurement.
-    teach_every: sparse steps between two lessons of the predictors (each dense step is one).
     shift: how much a change of the output counts where the loss does not show it, 0 ... 1 (sparsity/pairs.py). A model
         in sparse training bends to its own pattern; at 0 its loss alone is asked, which soon says that all is well.
-    loss_weight: w of a loss w * mean((y - target)^2): 1 / k where gradients of k micro-batches accumulate.
+    loss_weight: w of a loss w * mean((y - target)^2), where it is no simple number: those are found (pairs.py).
     training_free_steps: inference on an untouched model: so many denoising steps run dense and teach, then `budget`.
     force: sparse even where the saved costs say that dense is faster.
     """
@@ -45,12 +47,12 @@ class SparsityConfig:
     dsv_threshold: float = 0.3
     warmup: int = 100
     learn_from: int = 20
-    often: int = 50
-    rare: int = 1000
+    often: int | None = None
+    rare: int | None = None
     pairs: int = 2
-    teach_every: int = 4
+    teach_every: int | None = None
     shift: float = 1.0
-    loss_weight: float = 1.0
+    loss_weight: float | None = None
     training_free_steps: int = 0
     force: bool = False
     seed: int = 0
@@ -64,14 +66,15 @@ class SparsityConfig:
             raise ValueError(f"query_tile must be 64 or 128 tokens, or None, got {self.query_tile}")
         if self.backend not in ("auto", *BACKENDS):
             raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {self.backend!r}")
-        for name in ("rank", "learn_from", "often", "pairs", "teach_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.rare < self.often:
-            raise ValueError(f"rare must be at least often, {self.often}, got {self.rare}")
+        for name in ("rank", "learn_from", "often", "rare", "pairs", "teach_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.rare is not None and self.rare < (self.often or OFTEN):
+            raise ValueError(f"rare must be at least often, {self.often or OFTEN}, got {self.rare}")
         if any(index < 0 for index in self.dense_layers):
             raise ValueError(f"dense_layers are counted from 0, got {tuple(self.dense_layers)}")
-        if self.warmup < 0 or self.loss_weight <= 0:
+        if self.warmup < 0 or (self.loss_weight is not None and self.loss_weight <= 0):
             raise ValueError(
                 f"warmup must be at least 0 and loss_weight above 0, got {self.warmup}, {self.loss_weight}"
             )

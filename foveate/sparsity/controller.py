@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from foveate.sparsity.cadence import OFTEN, RARE
 from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.profile import HeadProfile, SparsityProfile
 
@@ -77,8 +78,8 @@ class Control:
     due: int = 0
 
 
-def begin(config: SparsityConfig) -> Control:
-    return Control(interval=config.often, due=config.warmup)
+def begin(config: SparsityConfig, step: int = 0) -> Control:
+    return Control(interval=config.often or OFTEN, due=max(config.warmup, step))
 
 
 def advance(
@@ -89,20 +90,23 @@ def advance(
     step: int,
     price: Price,
     influence: Tensor | None = None,
+    least: float = 0.0,
 ) -> Control:
     """The controller after a measurement at `step`.
 
     gap: of the plan in `control.decision`, as losses say, None where that plan has no sparse layer. profile: every
     layer must have been measured. influence: (L, H), what each head's error counts (influence.py); None: all alike.
+    least: one tile of the sequence, as a fraction; no budget is smaller.
     """
     if config.rule == "dsv" or config.budget is not None:
-        return _fixed(control, config, profile, gap, step, price)
+        return _fixed(control, config, profile, gap, step, price, least)
     assert config.goal is not None
+    often, rare = _cadence(config)
     before = control.decision
 
     def plan_at(level: float) -> Plan:
-        found = by_error(profile, level, config.periphery, influence)
-        return place(*found, price, before.plan, config.dense_layers)
+        budgets, pooled = by_error(profile, level, config.periphery, influence)
+        return place(budgets.clamp(min=least), pooled, price, before.plan, config.dense_layers)
 
     # Nothing sparse costs nothing. The level may then rise until something pays, which is measured before it is used.
     moved = _move(control, 0.0 if gap is None else gap, config.goal)
@@ -118,7 +122,7 @@ def advance(
     idle = before.plan is not None and not any(plan.sparse) and not any(before.plan.sparse)
     settled = idle or (plan == before.plan and active == before.active and moved.streak > 0)
     near = before.active or active or moved.streak > 0  # otherwise dense training may go on for long
-    interval = config.often if near and not settled else min(config.rare, control.interval * 3 // 2)
+    interval = often if near and not settled else max(often, min(rare, control.interval * 3 // 2))
     reason = _reason(before, active, plan, gap, config.goal)
     decision = before if settled else Decision(step, active, plan, reason)
     return replace(moved, decision=decision, gap=gap, interval=interval, due=step + interval)
@@ -149,20 +153,31 @@ def _active(before: bool, streak: int, gap: float, config: SparsityConfig) -> bo
     return streak >= 2
 
 
+def _cadence(config: SparsityConfig) -> tuple[int, int]:
+    often = config.often or OFTEN
+    return often, max(often, config.rare or RARE)
+
+
 def _fixed(
-    control: Control, config: SparsityConfig, profile: SparsityProfile, gap: float | None, step: int, price: Price
+    control: Control,
+    config: SparsityConfig,
+    profile: SparsityProfile,
+    gap: float | None,
+    step: int,
+    price: Price,
+    least: float,
 ) -> Control:
     """Budgets that the loss does not move: given ones, or DSV's rule."""
-    before = control.decision
+    before, (often, rare) = control.decision, _cadence(config)
     if config.budget is not None:
         budgets, pooled = at_budget(profile, config.budget, config.periphery)
         plan = place(budgets, pooled, price, before.plan, config.dense_layers)
     else:
-        plan = by_mass(profile, config.dsv_mass, config.dsv_threshold, config.dense_layers)
+        plan = by_mass(profile, config.dsv_mass, config.dsv_threshold, config.dense_layers, least)
     if before.plan is not None and _same(plan, before.plan):
         plan = before.plan
     settled = before.active and plan == before.plan
-    interval = min(config.rare, control.interval * 3 // 2) if settled else config.often
+    interval = max(often, min(rare, control.interval * 3 // 2)) if settled else often
     active = any(plan.sparse)
     reason = "as configured" if active else "sparse attention does not pay in any layer"
     decision = before if settled else Decision(step, active, plan, reason)
@@ -217,13 +232,15 @@ def at_budget(profile: SparsityProfile, budget: float | Sequence[float], periphe
     return budgets, _choice(periphery, pool < 0.97 * drop)
 
 
-def by_mass(profile: SparsityProfile, mass: float, threshold: float, dense: Sequence[int] = ()) -> Plan:
+def by_mass(
+    profile: SparsityProfile, mass: float, threshold: float, dense: Sequence[int] = (), least: float = 0.0
+) -> Plan:
     """DSV's rule: per head the smallest budget whose tiles hold `mass`; layers above `threshold` stay dense.
 
     So do those of `dense`. The paper's threshold is on a block's sparsity; its value is not published, so it is a
     setting here.
     """
-    budgets = smallest_budget(1 - profile.stacked().recall_predicted, profile.budgets, 1 - mass)
+    budgets = smallest_budget(1 - profile.stacked().recall_predicted, profile.budgets, 1 - mass).clamp(min=least)
     plan = _plan(budgets, torch.zeros_like(budgets, dtype=torch.bool))
     low = (budgets.mean(-1) <= threshold).tolist()
     return replace(plan, sparse=tuple(on and index not in dense for index, on in enumerate(low)))

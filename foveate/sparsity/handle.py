@@ -6,6 +6,7 @@
 
 The handle drives the policy: predictors learn beside training, profiles and paired losses are measured at a cadence,
 and `controller` decides from them (DSV's two stages, arXiv 2502.07590, section 4, with a measured way back).
+docs/training.md says what happens in which step.
 
 Not covered: losses that are not a weighted mean square of the model's output, unless `step` is given a closure; block-
 causal or KV-cached attention, which the adapters refuse.
@@ -13,32 +14,38 @@ causal or KV-cached attention, which the adapters refuse.
 Shapes: L layers, H heads, K budgets of a profile.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, replace
-from functools import cache
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foveate import costs as prices
-from foveate.attention import Dense
+from foveate.attention import DTYPES, Dense, unavailable
 from foveate.models import adapters
-from foveate.sparsity import controller
+from foveate.sparsity import artifact, cadence, controller, ranks
 from foveate.sparsity.config import SparsityConfig
-from foveate.sparsity.controller import Control, Decision, Plan
-from foveate.sparsity.pairs import Pair, Probe, gap
-from foveate.sparsity.policy import Sparse
+from foveate.sparsity.controller import Control, Decision
+from foveate.sparsity.pairs import Pair, Run, closure_run, gap
+from foveate.sparsity.policy import Sparse, length_class
+from foveate.sparsity.predictor import Lesson
+from foveate.sparsity.probe import Probe, say_once
 from foveate.sparsity.profile import SparsityProfile
+from foveate.sparsity.ranks import Reduce
 from foveate.sparsity.summary import table
+from foveate.sparsity.track import Measured, Track
+from foveate.tiles import TILE
 
 log = logging.getLogger("foveate")
 
-Reduce = Callable[[Tensor], Tensor]
 Log = Callable[[str, float, int], None]
-MEMORY = 0.5  # what a profile keeps of its past at each measurement
 SLOW = 0.2  # rate of the predictors' lessons in sparse training, relative to dense
+CLASSES = 32  # of lengths
+MISSES = 3  # steps in a row whose loss is no longer understood, before training goes dense
 
 
 def sparsify(
@@ -51,243 +58,474 @@ def sparsify(
 ) -> "Handle":
     """Make a video model's self-attention sparse where that costs no more than the tolerance; see `SparsityConfig`.
 
-    model: the built-in VideoDiT, or a diffusers transformer that models/adapters.py knows; as it is, compiled, wrapped
-    in DDP, or sharded by fully_shard (before or after). Call `handle.step()` after each optimiser step.
-    reduce: the mean of a float32 tensor over all ranks; every rank must call `step` equally often. log: such as
-    SummaryWriter.add_scalar, given (name, value, step). costs: prices of attention, the saved table of the model's
-    device by default. Raises ValueError for models that are not known or are sparse already.
+    model: the built-in VideoDiT, or a diffusers transformer that models/adapters.py knows; as it is, with compiled
+    blocks, in DDP, or sharded by fully_shard (these before or after). A model that is compiled whole is given compiled.
+    Call `handle.step()` after each optimiser step, on all ranks equally often.
+    reduce: the mean of a float32 tensor over the ranks that decide together; all ranks of a job by default, and
+    `lambda x: x` where every rank trains a model of its own. log: such as SummaryWriter.add_scalar, given (name, value,
+    step). costs: prices of attention, the saved table of the model's device by default.
+    Raises ValueError for models that are not known or are sparse already, and for a config that does not fit the model;
+    then the model is left as it was.
     """
     return Handle(model, config or SparsityConfig(), reduce, log or (lambda *_: None), costs)
 
 
 class Handle:
-    """What `sparsify` gives back. `policy`, `profile`, `control` and `installed` (models/adapters.py) may be read."""
+    """What `sparsify` gives back. `policy`, `tracks` (by class of length) and `installed` (models/adapters.py) may be
+    read. It is `Stateful` for torch.distributed.checkpoint: the structure of its state never changes."""
 
     def __init__(
         self, model: nn.Module, config: SparsityConfig, reduce: Reduce | None, log: Log, costs: prices.Costs | None
     ):
         self.config, self.reduce, self.log, self.steps = config, reduce, log, 0
+        device = _check_model(model, config)
         self.installed = adapters.install(model, Dense())
-        _check_layers(config.dense_layers, self.installed)
-        self._device = next(model.parameters()).device
-        self.policy = _policy(self.installed, config, self._device)
+        try:
+            self.policy = _policy(self.installed, config, device)
+        except BaseException:
+            self.installed.remove()
+            raise
         self.installed.policy = self.policy
-        inner = unwrapped(model)
-        self.policy.training = lambda: inner.training
         self.policy.freeze()
-        self.control = controller.begin(config)
-        self.profile = SparsityProfile.empty(len(self.policy.learners))
-        self._influence: Tensor | None = None  # (L, H) of all ranks, at the last measurement
+        self.tracks: dict[int, Track] = {}
+        self._model, self._costs = model, costs
         self._probe = Probe(model, self.policy, self._before_forward)
-        self._costs = costs
-        self._tokens = 0.0  # of a sequence, mean over ranks
-        self._pairs: list[Pair] = []  # of the measurement that has begun
-        self._synced = self._placed = False  # all ranks' predictors have one origin; training-free layers are priced
+        self._placed = False  # training-free layers are priced
+        self._understood = bool(config.training_free_steps)  # the loss is one that can be compared
+        self._misses = 0
+        self._stopped = ""
         if config.training_free_steps:
             self.policy.free_steps, self.policy.mode = config.training_free_steps, "sparse"
+        else:
+            self.policy.collect, self.policy.active = True, set()
+            self.policy.open = config.budget is not None
         self._schedule()
 
     @property
+    def main(self) -> Track:
+        """The class of lengths that most of the attention seen so far belongs to."""
+        if not self.tracks:
+            return Track(controller.begin(self.config), SparsityProfile.empty(len(self.policy.learners)))
+        return max(self.tracks.values(), key=lambda track: (track.work, track.tokens))
+
+    @property
+    def control(self) -> Control:
+        return self.main.control
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    @property
     def decision(self) -> Decision:
-        return self.control.decision
+        return self.main.decision
+
+    @property
+    def profile(self) -> SparsityProfile:
+        return self.main.profile
 
     def step(self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None) -> None:
         """Call after every optimiser step: learn, and at a cadence measure and decide. On all ranks alike.
 
-        By default the paired losses are those of the last training forward's inputs, its target worked out from the
-        gradient that reached the model's output: exact for loss_weight * mean((output - target)^2). Otherwise give
-        either `loss`, the number that `backward` was called on (then any one weight, as of a gradient scaler, is
-        found from it), or `closure`, which returns the scalar loss of a fixed batch: it is called twice without
-        gradients, with dense and with sparse attention, under the same random state.
+        By default the paired losses are those of a training forward's inputs, its target worked out from the gradient
+        that reached the model's output and the loss that backward began from: exact for w * mean((output - target)^2)
+        with a simple w, masked or not (pairs.py). The first step checks that the loss is of that form, and raises
+        ValueError where a tolerance could not be held. Otherwise give either `loss`, the number that `backward` was
+        called on, for any one weight; or `closure`, which returns the scalar loss of a fixed batch: it is called twice
+        without gradients, with dense and with sparse attention, under the same random state.
         """
+        if self.config.training_free_steps:
+            return
+        if self.reduce is None:
+            self.reduce = ranks.found()
+        self._probe.notice(closure is not None)
         self.steps += 1
         self.policy.step = self.steps
-        self._share_lessons()
-        self.policy.influence.take()
-        self.policy.freeze()
-        if self._measuring() and (closure is not None or self._probe.ready()):
-            self._measure(closure, float(loss.detach()) if isinstance(loss, Tensor) else loss)
-        self._schedule(quiet=closure is not None)
+        due = self._due(self.steps)
+        try:
+            ready = self._exchange(closure, loss, bool(due))
+            self.policy.influence.take()
+            self.policy.freeze()
+            if ready and self.policy.ready:
+                self._measure(closure, loss, self._due(self.steps))
+        finally:
+            self._schedule()
 
-    def _measuring(self) -> bool:
-        return not self.config.training_free_steps and self.policy.ready and self.steps >= self.control.due
+    def _due(self, step: int) -> list[int]:
+        """The classes of lengths whose next measurement is due. None while the loss is not understood."""
+        return [] if self._stopped else [c for c, track in self.tracks.items() if step >= track.control.due]
 
-    def _schedule(self, quiet: bool = False) -> None:
+    def _schedule(self) -> None:
         """What the next training step has to do besides training."""
-        upcoming = self.steps + 1
-        due = upcoming >= self.control.due and not self.config.training_free_steps
-        if self.steps and self._measuring() and not (self._probe.seen or quiet):
-            say_once(
-                "no training forward of the model was seen since the last step, so nothing can be measured: if it is "
-                "compiled whole, sparsify the compiled module itself, or give handle.step a closure"
-            )
-        self._probe.next_step(due)
-        active = self.decision.active
-        self.policy.learning = not self.config.training_free_steps and (
-            not active or upcoming % self.config.teach_every == 0
+        upcoming, policy = self.steps + 1, self.policy
+        due = self._due(upcoming)
+        waits = not self._stopped and not self.tracks and upcoming >= self.config.warmup
+        if not self.config.training_free_steps:
+            self._probe.wanted = lambda tokens, kept: kept is None or self._rank(tokens) < self._rank(kept)
+            self._probe.next_step(bool(due) or waits, not self._understood)
+            early = upcoming <= self.config.warmup or not policy.ready
+            pace = self.main.pace
+            teach = self.config.teach_every or (cadence.TEACH_EVERY if pace is None else pace.teach_every)
+            policy.learning = early or upcoming % teach == 0
+        policy.weighs = policy.learning and self.config.goal is not None
+
+    def _rank(self, tokens: int) -> float:
+        """Which sample is wanted most: of the class whose measurement has been due longest."""
+        track = self.tracks.get(length_class(tokens))
+        return -1.0 if track is None else float(track.control.due)
+
+    def _cadence(self, track: Track) -> cadence.Cadence:
+        """Steps between checks and lessons, by what they cost at the lengths of a track."""
+        config = self.config
+        plan, layers = track.decision.plan, len(self.policy.learners)
+        tokens = max(TILE, round(track.tokens))
+        dense = self._table.dense(tokens, self.policy.heads, self.policy.dim)
+        forward = self._table.dense(tokens, self.policy.heads, self.policy.dim, passes=("forward_ms",))
+        now, sparse = layers * dense, layers * forward
+        if plan is not None and track.decision.active:
+            both = [self._price_at(tokens, *row) for row in zip(plan.budgets, plan.pooled, strict=True)]
+            now = sum(ours if on else dense for ours, on in zip(both, plan.sparse, strict=True))
+            sparse = forward * now / dense
+        work = cadence.Work(tokens, layers, self.policy.heads, self.policy.dim, self._parameters)
+        fixed = config.often, config.rare, config.teach_every
+        return cadence.plan(work, self._table, (now, sparse), config.pairs, *fixed)
+
+    def _exchange(self, closure: Any, loss: Tensor | float | None, due: bool) -> bool:
+        """Lessons, what lengths were seen and whether the loss is understood, over all ranks. True: measure now."""
+        checking = not (self._understood or closure is not None or self._stopped)
+        if not (self.policy.learning or due or checking or not self.tracks):
+            return False
+        lessons = _padded(self.policy) if self.policy.learning else []
+        self.policy.lessons = {}
+        counts = [0.0] * CLASSES
+        for tokens in self._probe.lengths or set(self.policy.tokens.values()):
+            counts[length_class(tokens)] = 1.0
+        sampled = closure is not None or self._probe.ready()
+        wanted = sampled and self._is_due(self._sample_class())
+        seen, bad = self._check(loss) if checking else (0.0, 0.0)
+        flags = torch.tensor([float(sampled), float(wanted), seen, bad, *counts], device=self._device)
+        parts = [x for lesson in lessons for x in (lesson.total.flatten(), lesson.weight.view(1))]
+        flat = torch.cat([*(x.to(self._device) for x in parts), flags])
+        flat = flat if self.reduce is None else self.reduce(flat)
+        found, flags = flat[: -len(flags)], flat[-len(flags) :].tolist()
+        sizes = [x.numel() for x in parts]
+        totals = iter(found.split(sizes) if sizes else ())
+        self.policy.learn(
+            {i: Lesson(next(totals).view_as(x.total), next(totals).view(())) for i, x in enumerate(lessons)}
         )
-        self.policy.weighs = self.policy.learning and self.config.goal is not None
+        sampled, wanted, seen, bad, *counts = flags
+        self._meet(counts)
+        if checking and seen:
+            self._understand(bad > 0)
+        return sampled == 1 and wanted > 0 and not self._stopped
 
-    def _measure(self, closure: Callable[[], Tensor] | None, loss: float | None) -> None:
-        """One pair, and after the last pair of a measurement the profile and a decision."""
-        plan = self.decision.plan
-        first = not self._pairs
-        compare = plan is not None and any(plan.sparse)
-        last = not compare or len(self._pairs) + 1 >= self.config.pairs
-        run = self._probe.runs(closure, loss, self.config.loss_weight)
-        with self.policy.using("dense"), self.policy.profiling() as found:
+    def _is_due(self, length: int) -> bool:
+        if length not in self.tracks:
+            return self.steps >= self.config.warmup
+        return length in self._due(self.steps)
+
+    def _sample_class(self) -> int:
+        return length_class(self._sample_tokens())
+
+    def _sample_tokens(self) -> int:
+        sample = self._probe.sample
+        return max(self.policy.tokens.values()) if sample is None else sample.tokens
+
+    def _meet(self, counts: Sequence[float]) -> None:
+        """Lengths were trained on, on some rank: `counts` is the mean over ranks, by class."""
+        known = len(self.tracks)
+        for index, count in enumerate(counts):
+            if not count:
+                continue
+            if index not in self.tracks:
+                self._begin(index)
+            self.tracks[index].work += count * 4.0**index
+        if len(self.tracks) > known:
+            self._apply()
+
+    def _begin(self, index: int) -> None:
+        """A class of lengths that is new. Given budgets hold for it too, where they pay at its longest."""
+        track = Track(controller.begin(self.config, self.steps), SparsityProfile.empty(len(self.policy.learners)))
+        main = self.main
+        if self.config.budget is not None and main.decision.plan is not None:
+            track.tokens = 2.0**index
+            plan = main.decision.plan
+            budgets, pooled = torch.tensor(plan.budgets), torch.tensor(plan.pooled)
+            plan = controller.place(budgets, pooled, self._price_for(track), None, self.config.dense_layers)
+            decision = Decision(self.steps, any(plan.sparse), plan, "as configured")
+            track.control = replace(main.control, decision=decision, gap=None)
+        self.tracks[index] = track
+
+    def _check(self, loss: Tensor | float | None) -> tuple[float, float]:
+        """Whether something was to be seen of the loss in this step, and whether it is not understood."""
+        facts = self._probe.seen_loss(loss)
+        if facts is None:
+            return 0.0, 0.0
+        if facts.loss is None:
+            self._why = "foveate did not see the loss that the backward began from"
+            return 1.0, float(self.config.loss_weight is None)
+        if facts.weight is None:
+            return 0.0, 0.0  # not finite, as the first steps of a gradient scaler may be
+        self._why = (
+            f"the loss is not w * mean((output - target)^2) with a w that can be told: {facts.weight:.6g} would be odd"
+        )
+        return 1.0, float(loss is None and not facts.simple(self.config.loss_weight or 1.0))
+
+    _why = "another rank's loss is not understood"
+
+    def _understand(self, bad: bool) -> None:
+        """The first steps have shown what the loss is like, on all ranks."""
+        self._understood = True
+        if not bad:
+            return
+        way_out = (
+            "dense and sparse attention cannot be compared by it. Give handle.step(closure) a function that returns "
+            "the loss of a fixed batch; or handle.step(loss=loss) or SparsityConfig(loss_weight=w), if it is a mean "
+            "square times one number all the same"
+        )
+        if self.config.goal is None:
+            self._comparable = False
+            say_once(f"{self._why}: gaps are not measured, budgets do not need them. {way_out}")
+            return
+        self._stopped = self._why
+        raise ValueError(f"{self._why}, so {way_out}; or SparsityConfig(budget=...) for one that is fixed")
+
+    _comparable = True
+
+    def _measure(self, closure: Callable[[], Tensor] | None, loss: Tensor | float | None, due: Sequence[int]) -> None:
+        """One look at the model, and after the last look of a measurement a decision."""
+        run = self._run(closure, loss)
+        with self._probe.aside(), self.policy.using("dense"), self.policy.profiling() as found:
             dense = run()
-        sparse = dense
-        if compare:
-            with self.policy.using("sparse"):
+        # All ranks run the model equally often, as FSDP wants, whatever the lengths of their samples.
+        pair = None
+        if any(track.compares for track in self.tracks.values()):
+            with self._probe.aside(), self.policy.using("sparse"):
                 sparse = run()
-        self._pairs.append(Pair.of(dense, sparse))
-        if not self._profile(found, first):
-            self._pairs.pop()  # the same on all ranks, because the numbers are reduced
-            say_once("a measurement was not finite and is left out; the gradients of that step were not either")
-        elif last:
-            self._decide(compare)
-
-    def _profile(self, found: dict, first: bool) -> bool:
-        """Reduce a pair and its profiles over ranks and take the latter in. False where they are not finite."""
+            pair = Pair.of(dense, sparse) if self._comparable else None
+        own = self._sample_class()
+        if own not in due or not self.tracks[own].compares:
+            pair = None
         missing = [index for index in range(len(self.policy.learners)) if index not in found]
         if missing:
             raise RuntimeError(f"layers {missing} did not call the policy: was their attention processor replaced?")
-        numbers = controller.heads([found[index] for index in range(len(found))])
-        self._device = numbers.device
-        tokens = max(self.policy.tokens.values())  # ranks may have clips of different lengths
-        others = torch.tensor([*astuple(self._pairs[-1]), tokens], device=numbers.device)
+        heads = controller.heads([found[index] for index in range(len(found))])
         influence = self.policy.influence.mean
-        worth = torch.ones(numbers.shape[1:3]) if influence is None else influence
-        measured = torch.cat([numbers.flatten(), worth.flatten().to(numbers.device), others])
-        reduced = (measured if self.reduce is None else self.reduce(measured)).cpu()
-        if not bool(reduced.isfinite().all()):
-            return False
-        *losses, self._tokens = reduced[-4:].tolist()
-        self._pairs[-1] = Pair(*losses)
-        profiled, worth = reduced[:-4].split([numbers.numel(), worth.numel()])
-        self._influence = worth.view(numbers.shape[1:3])
-        for index, layer in enumerate(controller.unstack(profiled.view(numbers.shape))):
-            # The pairs of one measurement are a few steps apart: together they are one look at the model.
-            decay = MEMORY if first else 1 - (1 - MEMORY) / len(self._pairs)
-            self.profile = self.profile.updated(index, layer, self.steps, decay)
-        return True
+        worth = torch.ones(heads.shape[1:3]) if influence is None else influence
+        measured = Measured(heads, worth, float(self._sample_tokens()), pair).flat()
+        for index, flat in zip(due, self._reduced(measured, own, due), strict=True):
+            if flat is not None:
+                self._take(index, flat, *heads.shape[1:3])
 
-    def _decide(self, compared: bool) -> None:
-        found = gap(self._pairs, self.config.shift) if compared else None
-        self._pairs = []
-        before = self.control
-        self.control = controller.advance(
-            before, self.config, self.profile, found, self.steps, self._price, self._influence
+    def _run(self, closure: Callable[[], Tensor] | None, loss: Tensor | float | None) -> Run:
+        if closure is not None:
+            return closure_run(closure, self._device)
+        sample = self._probe.sample
+        assert sample is not None
+        weight = self.config.loss_weight or 1.0
+        if self._comparable:
+            if loss is not None:
+                sample.loss = torch.as_tensor(loss).detach()
+            facts = sample.facts()
+            if facts.weight is None:
+                weight = weight if facts.loss is None else float("nan")
+            elif loss is not None or facts.simple(weight):
+                weight, self._misses = facts.weight, 0
+            else:
+                weight, self._misses = float("nan"), self._misses + 1
+        return sample.replay(self._model, weight)
+
+    def _reduced(self, measured: Tensor, own: int, due: Sequence[int]) -> list[Tensor | None]:
+        """Of each due class the mean over the ranks that measured it; None where none did, or it was not finite."""
+        fine = measured.isfinite().all()
+        rows = [torch.where(fine, measured, 0.0) if index == own else torch.zeros_like(measured) for index in due]
+        marks = torch.tensor([float(index == own) for index in due], device=measured.device)
+        lost = torch.tensor([float(self._misses >= MISSES)], device=measured.device)
+        flat = torch.cat([*rows, marks, (~fine).float().view(1), lost]).to(self._device)
+        flat = (flat if self.reduce is None else self.reduce(flat)).cpu()
+        *marks, broken, lost = flat[-len(due) - 2 :].tolist()
+        if lost:
+            self._lose()
+        if broken:
+            say_once("a measurement was not finite, or its loss not understood, and is left out")
+            return [None] * len(due)
+        parts = flat[: -len(due) - 2].split(measured.numel())
+        return [part / mark if mark else None for part, mark in zip(parts, marks, strict=True)]
+
+    def _lose(self) -> None:
+        """The loss has become one that is not understood: back to dense attention for good."""
+        self._stopped = "the loss is no longer a weighted mean square of the output"
+        if self.config.goal is None:
+            self._comparable, self._stopped = False, ""
+            return
+        say_once(
+            f"{self._stopped}: training goes on with dense attention. Give handle.step(closure) a function that "
+            "returns the loss of a fixed batch, or set a fixed SparsityConfig(budget=...)"
         )
-        if self.decision is not before.decision:
-            self._apply()
-        self._report(before, found)
+        for track in self.tracks.values():
+            decision = replace(track.decision, step=self.steps, active=False, reason=self._stopped)
+            track.control = replace(track.control, decision=decision)
+        self._apply()
 
-    def _price(self, budgets: Sequence[float], pooled: Sequence[bool]) -> tuple[float, float]:
-        """Milliseconds of a layer, sparse and dense. Where no forward has shown its length yet, sparse is free."""
-        if self.config.force or not self._tokens:
-            return 0.0, 1.0
+    def _take(self, index: int, flat: Tensor, layers: int, heads: int) -> None:
+        track = self.tracks[index]
+        compared = track.compares and self._comparable
+        track.take(Measured.from_flat(flat, layers, heads), self.steps)
+        if track.looks < (self.config.pairs if track.compares else 1):
+            return
+        found = gap(track.pairs, self.config.shift) if compared and track.pairs else None
+        track.pairs, track.looks, before = [], 0, track.control
+        track.pace = pace = self._cadence(track)
+        config = replace(self.config, often=pace.often, rare=pace.rare)
+        tile, price = self.policy.kv_tile, self._price_for(track)
+        track.control = controller.advance(
+            before, config, track.profile, found, self.steps, price, track.influence, tile / max(track.tokens, tile)
+        )
+        if track.decision is not before.decision:
+            self._apply()
+        self._report(index, before, found)
+
+    @property
+    def _table(self) -> prices.Costs:
         if self._costs is None:
             self._costs = prices.here(self._device)
-        tokens, heads, dim = round(self._tokens), self.installed.heads, self.installed.dim
+        return self._costs
+
+    @property
+    def _parameters(self) -> int:
+        return sum(x.numel() for x in self.installed.root.parameters())
+
+    def _price_for(self, track: Track) -> controller.Price:
+        return lambda budgets, pooled: self._price(track.tokens, budgets, pooled)
+
+    def _price(self, tokens: float, budgets: Sequence[float], pooled: Sequence[bool]) -> tuple[float, float]:
+        """Milliseconds of a layer, sparse and dense. Where no forward has shown its length yet, sparse is free."""
+        if self.config.force or not tokens:
+            return 0.0, 1.0
         passes = ("forward_ms",) if self.config.training_free_steps else prices.PASSES
+        sparse = self._price_at(round(tokens), budgets, pooled, passes)
+        return sparse, self._table.dense(round(tokens), self.policy.heads, self.policy.dim, passes=passes)
+
+    def _price_at(
+        self, tokens: int, budgets: Sequence[float], pooled: Sequence[bool], passes: Sequence[str] = prices.PASSES
+    ) -> float:
         density, share = sum(budgets) / len(budgets), sum(pooled) / len(pooled)
-        sparse = self._costs.sparse(tokens, heads, dim, density, pooled=share, passes=passes)
-        return sparse, self._costs.dense(tokens, heads, dim, passes=passes)
+        return self._table.sparse(tokens, self.policy.heads, self.policy.dim, density, pooled=share, passes=passes)
 
     def _before_forward(self) -> None:
         """Training-free: once a dense forward has shown the length, is sparse attention worth it?"""
         if not self.config.training_free_steps or self._placed or not self.policy.tokens:
             return
-        self._placed, self._tokens = True, max(self.policy.tokens.values())
+        self._placed, tokens = True, max(self.policy.tokens.values())
         for index, (budget, pooled) in enumerate(zip(self.policy.budgets, self.policy.pooled, strict=True)):
-            sparse, dense = self._price(budget.tolist(), pooled.tolist())
+            sparse, dense = self._price(tokens, budget.tolist(), pooled.tolist())
             self.policy.sparse_layers[index] = index not in self.config.dense_layers and sparse < dense
         if not any(self.policy.sparse_layers):
-            log.info("sparse attention does not pay at %d tokens: all layers stay dense", self._tokens)
+            log.info("sparse attention does not pay at %d tokens: all layers stay dense", tokens)
 
     def _apply(self) -> None:
-        """Put the decision into the policy."""
-        plan, active = self.decision.plan, self.decision.active
-        if plan is not None:
+        """Put the decisions into the policy."""
+        main = self.main
+        for length, track in self.tracks.items():
+            plan = track.decision.plan
+            if plan is None:
+                continue
             for index, row in enumerate(zip(plan.budgets, plan.pooled, plan.sparse, strict=True)):
-                self.policy.assign(index, *row)
-        self.policy.mode = "sparse" if active else "dense"
+                self.policy.assign(index, *row, length=length)
+                if track is main:
+                    self.policy.assign(index, *row)
+        self.policy.active = {length for length, track in self.tracks.items() if track.decision.active}
+        self.policy.mode = "sparse" if self.policy.active else "dense"
         for learner in self.policy.learners:
-            learner.lr = self.policy.rate * (SLOW if active else 1.0)
+            learner.lr = self.policy.rate * (SLOW if main.decision.active else 1.0)
 
-    def _report(self, before: Control, found: float | None) -> None:
-        """One line a change; scalars of every measurement."""
-        decision, plan = self.decision, self.decision.plan
+    def _report(self, index: int, before: Control, found: float | None) -> None:
+        """One line a change; scalars of every measurement of the main lengths."""
+        track = self.tracks[index]
+        decision, plan = track.decision, track.decision.plan
         kept = plan.kept if plan is not None and decision.active else 1.0
-        values = {"kept": kept, "epsilon": self.control.epsilon, "active": float(decision.active)}
+        values = {"kept": kept, "epsilon": track.control.epsilon, "active": float(decision.active)}
         values |= {} if found is None else {"gap": found}
-        for name, value in values.items():
+        for name, value in values.items() if track is self.main else ():
             self.log(f"foveate/{name}", value, self.steps)
         if decision is before.decision or plan is None:
             return
         dense = [index for index, on in enumerate(plan.sparse) if not on]
         log.info(
-            "step %d: %s, %s; %.1f %% of the tiles kept, %d of %d layers sparse%s, error level %.3f, gap %s",
-            self.steps, "sparse" if decision.active else "dense", decision.reason, 100 * plan.kept, sum(plan.sparse),
-            len(plan.sparse), f" (dense: {dense})" if dense else "", self.control.epsilon,
-            "not measured" if found is None else f"{100 * found:+.3f} %",
+            "step %d: %s at %.0f tokens, %s; %.1f %% of the tiles kept, %d of %d layers sparse%s, error level %.3f, "
+            "gap %s; %s",
+            self.steps, "sparse" if decision.active else "dense", track.tokens, decision.reason, 100 * plan.kept,
+            sum(plan.sparse), len(plan.sparse), f" (dense: {dense})" if dense else "", track.control.epsilon,
+            "not measured" if found is None else f"{100 * found:+.3f} %", track.pace,
         )  # fmt: skip
-
-    def _share_lessons(self) -> None:
-        """Mean of the predictors over ranks, so that all choose alike; the closed form from the mean of all moments."""
-        if self.reduce is None or not (self.policy.learning and self.policy.ready):
-            return
-        state = self.policy.state_dict()
-        names = ("moments.cq", "moments.ck") if not self._synced else ("weights", "first", "second")
-        chosen = [name for name in sorted(state) if name.partition(".")[2] in names]
-        flat = torch.cat([state[name].flatten() for name in chosen])
-        shared = self.reduce(flat).split([state[name].numel() for name in chosen])
-        state |= {name: part.view(state[name].shape) for name, part in zip(chosen, shared, strict=True)}
-        self.policy.load_state_dict(state)
-        if not self._synced:
-            self.policy.begin_again()
-        self._synced = True
 
     def restart(self) -> None:
         """Training-free inference: the next forward is the first of a new generation, and is dense and teaches."""
         self.policy.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """`predictors`: flat tensors (inference needs them too); `control`: everything else, plain for JSON."""
+        """`predictors`: flat tensors of fixed shapes; `control`: everything else, as one JSON text."""
+        influence = self.policy.influence
         control = {
-            "control": asdict(self.control), "profile": self.profile.to_dict(), "steps": self.steps,
-            "pairs": [asdict(pair) for pair in self._pairs], "synced": self._synced, "rank": self.config.rank,
-            "budget": _plain(self.config.budget), "tokens": self._tokens,
-            "influence": _rows(self.policy.influence.mean), "weighed": self.policy.influence.count,
+            "tracks": {str(index): track.to_dict() for index, track in self.tracks.items()},
+            "steps": self.steps, "rank": self.config.rank, "budget": _plain(self.config.budget),
+            "understood": self._understood, "comparable": self._comparable, "stopped": self._stopped,
+            "influence": None if influence.mean is None else influence.mean.tolist(), "weighed": influence.count,
         }  # fmt: skip
-        return {"predictors": self.policy.state_dict(), "control": control}
+        return {"predictors": self.policy.state_dict(), "control": json.dumps(control, allow_nan=False)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, exactly. ValueError where it is of a model of another shape or another rank."""
-        saved = state["control"]
+        if "control" not in state or "predictors" not in state:
+            raise ValueError(
+                "this is not the state of a handle (its predictors and control): save handle.state_dict() as a whole "
+                "to go on training; to generate, use handle.save(folder) and fv.load_sparse(model, folder)"
+            )
+        control = state["control"]
+        saved = json.loads(control) if isinstance(control, str) else control
         if saved["rank"] != self.config.rank:
             raise ValueError(f"the predictors were saved with rank {saved['rank']}; set SparsityConfig(rank=...) to it")
         self.policy.load_state_dict(dict(state["predictors"]))
-        self.control, self.profile = _control(saved["control"]), SparsityProfile.from_dict(saved["profile"])
-        self.steps, self._synced, self._tokens = saved["steps"], saved["synced"], saved["tokens"]
-        self._pairs = [Pair(**pair) for pair in saved["pairs"]]
-        self.policy.influence.restore(saved.get("influence"), saved.get("weighed", 0))
+        self.tracks = {int(index): Track.from_dict(track) for index, track in saved["tracks"].items()}
+        self.steps, self._understood = saved["steps"], saved["understood"]
+        self._comparable, self._stopped = saved["comparable"], saved["stopped"]
+        self.policy.influence.restore(saved["influence"], saved["weighed"])
         self.policy.step = self.steps
         if self.config.budget is not None and _plain(self.config.budget) != saved["budget"]:
-            budgets, pooled = controller.at_budget(self.profile, self.config.budget, self.config.periphery)
-            plan = controller.place(budgets, pooled, self._price, None, self.config.dense_layers)
-            self.control = replace(self.control, decision=Decision(self.steps, True, plan, "as configured"))
+            for track in self.tracks.values():
+                self._rebudget(track)
         self._apply()
         self._schedule()
+
+    def _rebudget(self, track: Track) -> None:
+        """Another fixed budget than the saved one."""
+        if self.config.budget is None or track.decision.plan is None:
+            return
+        budgets, pooled = controller.at_budget(track.profile, self.config.budget, self.config.periphery)
+        plan = controller.place(budgets, pooled, self._price_for(track), None, self.config.dense_layers)
+        decision = Decision(self.steps, any(plan.sparse), plan, "as configured")
+        track.control = replace(track.control, decision=decision)
+
+    def save(self, folder: Path | str) -> None:
+        """Write what inference needs, predictors and plan, for `fv.load_sparse(model, folder)`. Nothing is pickled."""
+        artifact.save(folder, self.installed, self.policy, {c: t.decision for c, t in self.tracks.items()}, self.steps)
+
+    def follow(self, copy: nn.Module) -> adapters.Installed:
+        """Let a copy of the model, such as its EMA, be as sparse as the model is now and later. It teaches nothing.
+
+        Raises ValueError where the copy has another shape, or something installed. `remove()` on what is returned ends
+        it.
+        """
+        return artifact.follow(copy, self.installed, self.policy)
 
     def summary(self) -> str:
         """A table, per layer: sparse or dense, kept share, pooled heads, measured error and recall at what is kept."""
         return table(self.control, self.profile, self.steps)
 
     def __str__(self) -> str:
-        return self.summary()
+        others = [track for track in self.tracks.values() if track is not self.main]
+        tables = [table(x.control, x.profile, self.steps, round(x.tokens)) for x in others]
+        return "\n".join([self.summary(), *tables])
 
     def remove(self) -> None:
         """Give the model back as it was."""
@@ -295,23 +533,37 @@ class Handle:
         self.installed.remove()
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile's and DDP's wrappers."""
-    ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    inner = model.module if ddp else getattr(model, "_orig_mod", None)
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model
+def _padded(policy: Sparse) -> list[Lesson]:
+    """Every layer's lesson of this step; one of no weight where there was none, so that all ranks' have one shape."""
+    found = []
+    for index, learner in enumerate(policy.learners):
+        heads, dim = learner.moments.cq.shape[:2]
+        width = dim if learner.seen < learner.start else learner.rank
+        nothing = torch.zeros(2, heads, dim, width, device=learner.moments.cq.device)
+        found.append(policy.lessons.get(index, Lesson(nothing, nothing.new_zeros(()))))
+    return found
 
 
-def _check_layers(dense: Sequence[int], installed: adapters.Installed) -> None:
-    if any(index >= len(installed.layers) for index in dense):
-        installed.remove()
-        raise ValueError(f"dense_layers {tuple(dense)} of a model of {len(installed.layers)} layers: count from 0")
+def _check_model(model: nn.Module, config: SparsityConfig) -> torch.device:
+    """The model's device. ValueError for what can never run, before anything is put into the model."""
+    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    if parameter is None:
+        adapters.find(model)  # says what is wrong
+        raise ValueError(f"{type(model).__name__} has no parameters")
+    if parameter.dtype not in DTYPES:
+        raise ValueError(f"the model is in {parameter.dtype}, attention is computed in one of {DTYPES}: convert it")
+    device = parameter.device
+    if config.backend != "auto" and device.type != "meta" and (missing := unavailable(config.backend, device.type)):
+        raise ValueError(f"backend {config.backend} {missing}")
+    return torch.device("cpu") if device.type == "meta" else device  # the policy follows its queries later
 
 
 def _policy(installed: adapters.Installed, config: SparsityConfig, device: torch.device) -> Sparse:
-    device = torch.device("cpu") if device.type == "meta" else device  # the policy follows its queries later
+    layers = len(installed.layers)
+    if any(index >= layers for index in config.dense_layers):
+        raise ValueError(f"dense_layers {tuple(config.dense_layers)} of a model of {layers} layers: count from 0")
     return Sparse(
-        len(installed.layers), installed.heads, installed.dim,
+        layers, installed.heads, installed.dim,
         budget=1.0 if config.budget is None else config.budget,
         periphery="drop" if config.rule == "dsv" else "pool" if config.periphery == "auto" else config.periphery,
         rank=config.rank,
@@ -323,21 +575,3 @@ def _policy(installed: adapters.Installed, config: SparsityConfig, device: torch
 
 def _plain(budget: float | Sequence[float] | None) -> float | list[float] | None:
     return list(budget) if isinstance(budget, Sequence) else budget
-
-
-def _rows(numbers: Tensor | None) -> list[list[float]] | None:
-    return None if numbers is None else numbers.tolist()
-
-
-@cache
-def say_once(message: str) -> None:
-    log.warning(message)
-
-
-def _control(saved: Mapping[str, Any]) -> Control:
-    decision = dict(saved["decision"])
-    if decision["plan"] is not None:
-        plan = decision["plan"]
-        rows = {name: tuple(tuple(row) for row in plan[name]) for name in ("budgets", "pooled")}
-        decision["plan"] = Plan(**rows, sparse=tuple(plan["sparse"]))
-    return Control(**{**saved, "decision": Decision(**decision)})

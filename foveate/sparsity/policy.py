@@ -1,14 +1,16 @@
 """The sparse attention policy: learns which tiles matter while attention is dense, then computes only those.
 
 Two stages (DSV, arXiv 2502.07590, section 4): in stage 1 attention is dense and each layer's predictor learns; in
-stage 2 the predictor chooses the tiles. Who decides when to switch, and the budgets, is the trainer's business.
+stage 2 the predictor chooses the tiles. Who decides when to switch, and the budgets, is the handle's business. Lengths
+within a factor of two are a class that shares a decision: what pays for a video need not for an image.
 
 Shapes: B batch, S tokens in tile order, H heads, G key/value heads, D head dim.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,13 +19,45 @@ from torch import Tensor
 from foveate.attention import AttnState, Layer, attend, no_autocast
 from foveate.sparsity import compiled
 from foveate.sparsity.influence import Influence
-from foveate.sparsity.predictor import Learner, Predictor, Sight
-from foveate.sparsity.profile import HeadProfile, profile
+from foveate.sparsity.predictor import Learner, Lesson, Predictor, Sight
+from foveate.sparsity.profile import HeadProfile, measure
 from foveate.sparsity.select import per_head, select, select_random
 from foveate.tiles import Selection
 
 MODES = ("dense", "sparse", "random")
 LESSONS = 8  # fine-tuning steps of a predictor at each dense call of a training-free run
+
+
+def length_class(tokens: int) -> int:
+    """Sequences of up to 2^class tokens, and of more than half as many."""
+    return (tokens - 1).bit_length()
+
+
+@dataclass
+class Setting:
+    """What a model's layers do when attention is sparse: budgets float32 (H,) and pooled heads bool (H,) of each."""
+
+    budgets: list[Tensor]
+    pooled: list[Tensor]
+    drops: list[bool]  # layers without a pooled head
+    sparse_layers: list[bool]
+
+    def copy(self) -> "Setting":
+        budgets, pooled = ([x.clone() for x in row] for row in (self.budgets, self.pooled))
+        return Setting(budgets, pooled, list(self.drops), list(self.sparse_layers))
+
+
+@dataclass
+class Forward:
+    """One forward of the model that may be part of training: it is once a backward has reached its output.
+
+    live: gradients are wanted, which reentrant checkpointing hides from the blocks; None where not known.
+    """
+
+    live: bool | None = None
+    lessons: dict[int, Lesson] = field(default_factory=dict)
+    tokens: int = 0
+    sample: Any = None  # pairs.Sample, where one is wanted
 
 
 class Sparse:
@@ -35,9 +69,10 @@ class Sparse:
     teach the predictors. `computed` counts the layers computed in each mode, so that a caller can tell that what was
     asked for really ran. learner: further arguments of every layer's `Learner`.
 
+    by_class: settings of length classes that have their own. active: the classes that are sparse in mode `sparse`,
+    all where None; open: and those that have no setting of their own. nearest: these follow the one nearest in length.
+    collect: lessons wait in `lessons` until `learn`, and count only once their forward's backward has come.
     weighs: whether the gradients of this step's outputs are asked what each head is worth (`influence`).
-    training: asked at every call; False keeps it from teaching (a model in eval()). whole: what a model's outermost
-    forward says of gradients, for reentrant checkpointing, which runs the blocks without any; None where not known.
     free_steps: a layer's first calls, or denoising steps, that are dense and teach even without gradients.
 
     Recomputation under activation checkpointing runs inside a backward: it teaches nothing and takes the very tiles of
@@ -59,7 +94,9 @@ class Sparse:
         device: torch.device | str = "cpu",
         **learner: Any,
     ):
-        self.heads, self.query_tile, self.seed, self.backend = heads, query_tile, seed, backend
+        self.heads, self.dim, self.rank, self.query_tile, self.seed, self.backend = (
+            heads, dim, rank, query_tile, seed, backend,
+        )  # fmt: skip
         self.token = compiled.register(self)
         self._make: Callable[[torch.device | str], Learner]
         self._make = lambda where: Learner(heads, dim, rank=rank, device=where, **learner)
@@ -67,21 +104,63 @@ class Sparse:
         self.rate = self.learners[0].lr
         device = torch.device(device)
         names = [periphery] * heads if isinstance(periphery, str) else list(periphery)
-        self.budgets = [per_head("budget", budget, heads, device).clone() for _ in range(layers)]
-        self.pooled = [torch.tensor([name == "pool" for name in names], device=device) for _ in range(layers)]
-        self.drops = [all(name == "drop" for name in names)] * layers
-        self.sparse_layers = [True] * layers
+        self.default = Setting(
+            [per_head("budget", budget, heads, device).clone() for _ in range(layers)],
+            [torch.tensor([name == "pool" for name in names], device=device) for _ in range(layers)],
+            [all(name == "drop" for name in names)] * layers,
+            [True] * layers,
+        )
+        self.by_class: dict[int, Setting] = {}
+        self.active: set[int] | None = None
+        self.nearest = self.open = False
         self.mode, self.learning, self.step = "dense", False, 0
-        self.training: Callable[[], bool] = lambda: True
+        self.collect, self.lessons = False, dict[int, Lesson]()
         self.influence, self.weighs = Influence(layers, heads), False
-        self.whole: bool | None = None
         self.free_steps = 0
         self.computed: dict[str, int] = dict.fromkeys(MODES, 0)
+        self.inside_graphs = 0  # calls with gradients that a compiled graph made
+        self._forced = False
         self._profiles: dict[int, HeadProfile] | None = None
         self._frozen: list[Predictor | None] | None = None
         self._kept: dict[int, _Kept] = {}
-        self._calls = [0] * layers
+        self._here = threading.local()  # of this thread: its forward, and its calls by layer
         self.tokens: dict[int, int] = {}  # layer -> length of its last sequence
+
+    @property
+    def budgets(self) -> list[Tensor]:
+        return self.default.budgets
+
+    @property
+    def pooled(self) -> list[Tensor]:
+        return self.default.pooled
+
+    @property
+    def drops(self) -> list[bool]:
+        return self.default.drops
+
+    @property
+    def sparse_layers(self) -> list[bool]:
+        return self.default.sparse_layers
+
+    @sparse_layers.setter
+    def sparse_layers(self, layers: Sequence[bool]) -> None:
+        self.default.sparse_layers = list(layers)
+
+    @property
+    def forward(self) -> Forward | None:
+        """The model's forward that runs in this thread, as its outermost hooks say; None where they do not."""
+        return getattr(self._here, "forward", None)
+
+    @forward.setter
+    def forward(self, forward: Forward | None) -> None:
+        self._here.forward = forward
+
+    def setting(self, tokens: int) -> Setting:
+        """What sequences of this length follow."""
+        index = length_class(tokens)
+        if index not in self.by_class and self.nearest and self.by_class:
+            index = min(self.by_class, key=lambda other: (abs(other - index), -other))
+        return self.by_class.get(index, self.default)
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -94,32 +173,44 @@ class Sparse:
 
     def choose(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, grad: bool) -> tuple[str, Selection | None]:
         """Learn and measure from one call, and say how it is to be computed: the mode, and the tiles it keeps."""
-        call = self.begin(layer, Sight(q, k), lambda: (q, k, v), grad)
+        call = self.begin(layer, Sight(q, k, v), grad)
         if call.mode == "dense":
             return call.mode, None
         return call.mode, self.kept(call, (q.shape[0], q.shape[2]), lambda: self.selection(layer, q, k))
 
-    def begin(
-        self, layer: Layer, sight: Sight, whole: Callable[[], tuple[Tensor, Tensor, Tensor]], grad: bool
-    ) -> "Call":
+    def begin(self, layer: Layer, sight: Sight, grad: bool) -> "Call":
         """The first half of `choose`, which context parallelism calls by itself: learn, measure, say the mode.
 
-        sight: what a lesson looks at. whole: gives q, k, v of whole sequences and all heads, for a profile.
+        sight: what lessons and profiles look at. grad: whether gradients are wanted of this call.
         """
         index = layer.index
         self._settle(index, sight.q.device)
         self.tokens[index] = layer.grid.tokens
         again = torch._C._current_graph_task_id() >= 0  # inside a backward: recomputation
-        live = grad if self.whole is None else self.whole
+        forward = self.forward
+        known = None if forward is None else forward.live
+        if forward is not None:
+            forward.tokens = layer.grid.tokens
+        live = grad if known is None else known
         free = self._free(layer, again)
         if not again:
-            if free or (self.learning and live and self.training()):
-                self._teach(layer, sight, LESSONS if free else 1)
+            if free or (self.learning and live):
+                self._teach(layer, sight, LESSONS if free else 1, at_once=free)
             if self._profiles is not None:
-                self._profiles[index] = self._profile(layer, *whole())
-        mode = "dense" if free or not self.sparse_layers[index] else self.mode
+                generator = self._generator(layer, sight.q.device)
+                self._profiles[index] = measure(sight, layer.grid, self.predictor(index), generator=generator)
+        mode = "dense" if free else self.mode_of(layer)
         self.computed[mode] += 1
         return Call(layer, mode, again, live)
+
+    def mode_of(self, layer: Layer) -> str:
+        """How a layer is computed now, beyond the dense calls that begin a training-free generation."""
+        tokens = layer.grid.tokens
+        dense = not self.setting(tokens).sparse_layers[layer.index]
+        if self.active is not None and not self._forced:
+            length = length_class(tokens)
+            dense = dense or not (length in self.active or (self.open and length not in self.by_class))
+        return "dense" if dense else self.mode
 
     def kept(self, call: "Call", shape: tuple[int, int], select: Callable[[], Any]) -> Any:
         """The second half: what `select` chooses (a Selection, or a part of one), or in recomputation chose before.
@@ -144,21 +235,33 @@ class Sparse:
         with no_autocast(q.device):
             if mode == "dense":
                 return attend(q, k, v)
-            return attend(q, k, v, selection, periphery=self.periphery(layer.index), backend=self.backend)
+            return attend(q, k, v, selection, periphery=self.periphery(layer), backend=self.backend)
 
-    def periphery(self, index: int) -> Any:
-        """`drop`, or which heads of a layer are pooled, bool (H,)."""
-        return "drop" if self.drops[index] else self.pooled[index]
+    def budget(self, layer: Layer) -> Tensor:
+        """float32 (H,) of a call."""
+        return self.setting(layer.grid.tokens).budgets[layer.index]
 
-    def assign(self, index: int, budget: Sequence[float], pooled: Sequence[bool], sparse: bool) -> None:
-        """Give a layer other budgets (H) and peripheries (H), in place: compiled code sees them without recompiling."""
-        self.budgets[index].copy_(per_head("budget", budget, self.heads, self.budgets[index].device))
-        self.pooled[index].copy_(torch.tensor(list(pooled)))
-        self.drops[index], self.sparse_layers[index] = not any(pooled), sparse
+    def periphery(self, layer: Layer) -> Any:
+        """`drop`, or which heads are pooled in a call, bool (H,)."""
+        setting = self.setting(layer.grid.tokens)
+        return "drop" if setting.drops[layer.index] else setting.pooled[layer.index]
+
+    def assign(
+        self, index: int, budget: Sequence[float], pooled: Sequence[bool], sparse: bool, length: int | None = None
+    ) -> None:
+        """Give a layer other budgets (H) and peripheries (H): compiled code sees them without recompiling.
+
+        length: of this length class; None: of those that have no setting of their own.
+        """
+        setting = self.default if length is None else self.by_class.setdefault(length, self.default.copy())
+        device = setting.budgets[index].device
+        setting.budgets[index] = per_head("budget", budget, self.heads, device).clone()
+        setting.pooled[index] = torch.tensor(list(pooled), device=device)
+        setting.drops[index], setting.sparse_layers[index] = not any(pooled), sparse
 
     def selection(self, layer: Layer, q: Tensor, k: Tensor) -> Selection:
         """The tiles this layer keeps now."""
-        budget = self.budgets[layer.index]
+        budget = self.budget(layer)
         with torch.no_grad():
             if self.mode == "random":
                 return self.random(layer, q.shape[0], q.device)
@@ -168,7 +271,7 @@ class Sparse:
 
     def random(self, layer: Layer, batch: int, device: torch.device) -> Selection:
         """As many tiles as this layer keeps, but any."""
-        budget, generator = self.budgets[layer.index], self._generator(layer, device)
+        budget, generator = self.budget(layer), self._generator(layer, device)
         options = {"budget": budget, "generator": generator, "device": device, "query_tile": self.query_tile}
         return select_random(layer.grid, batch, self.heads, **options, kv_tile=self.kv_tile)
 
@@ -191,26 +294,30 @@ class Sparse:
         self._frozen = [learner.predictor for learner in self.learners]
         self._kept.clear()
 
-    def begin_again(self) -> None:
-        """Every predictor becomes the closed form of its layer's moments, with nothing learned beyond."""
-        for learner in self.learners:
-            closed, state = Predictor.from_moments(learner.moments, learner.rank), learner.state_dict()
-            state |= {"weights": torch.stack([closed.a, closed.b]), "tuned": torch.tensor(0)}
-            learner.load_state_dict(state | {name: torch.zeros_like(state[name]) for name in ("first", "second")})
+    def arrived(self, forward: Forward) -> None:
+        """A backward has come to this forward's output, so it trains: its lessons count."""
+        lessons, forward.lessons = forward.lessons, {}
+        for index, lesson in lessons.items():
+            self.lessons[index] = self.lessons[index] + lesson if index in self.lessons else lesson
+
+    def learn(self, lessons: dict[int, Lesson]) -> None:
+        """Every layer takes its lesson, if there is one."""
+        for index, lesson in lessons.items():
+            self.learners[index].take(lesson)
 
     def restart(self) -> None:
-        """The next call is the first of a generation: `free_steps` count from it."""
-        self._calls = [0] * len(self._calls)
+        """The next call of this thread is the first of a generation: `free_steps` count from it."""
+        self._here.calls = {}
 
     @contextmanager
     def using(self, mode: str, *, learning: bool = False) -> Iterator[None]:
         """Another mode for the length of a `with`: evaluations neither teach nor change anything."""
-        before = self.mode, self.learning
-        self.mode, self.learning = mode, learning
+        before = self.mode, self.learning, self._forced
+        self.mode, self.learning, self._forced = mode, learning, True
         try:
             yield
         finally:
-            self.mode, self.learning = before
+            self.mode, self.learning, self._forced = before
 
     @contextmanager
     def profiling(self) -> Iterator[dict[int, HeadProfile]]:
@@ -240,13 +347,17 @@ class Sparse:
         if self._frozen is not None:
             self.freeze()
 
-    def _teach(self, layer: Layer, sight: Sight, lessons: int) -> None:
+    def _teach(self, layer: Layer, sight: Sight, lessons: int, at_once: bool) -> None:
         learner = self.learners[layer.index]
-        # What a lesson saves for its own backward is none of checkpointing's business, whose hooks would count it.
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-            # The closed form takes each sequence in once; only fine-tuning draws something new at every lesson.
-            for lesson in range(lessons if learner.predictor is not None else 1):
-                learner.learn(sight, layer.grid, seed=self._seed(layer) + lesson)
+        if self.collect and not at_once:
+            forward = self.forward
+            found = learner.look(sight, layer.grid, seed=self._seed(layer))
+            kept = self.lessons if forward is None else forward.lessons
+            kept[layer.index] = kept[layer.index] + found if layer.index in kept else found
+            return
+        # The closed form takes each sequence in once; only fine-tuning draws something new at every lesson.
+        for lesson in range(lessons if learner.predictor is not None else 1):
+            learner.learn(sight, layer.grid, seed=self._seed(layer) + lesson)
 
     def _free(self, layer: Layer, again: bool) -> bool:
         """Whether this is one of the dense calls that begin a training-free generation."""
@@ -254,34 +365,30 @@ class Sparse:
             return False
         if layer.step is not None:
             return layer.step < self.free_steps
-        self._calls[layer.index] += not again
-        return self._calls[layer.index] <= self.free_steps
+        calls = self._here.__dict__.setdefault("calls", {})
+        calls[layer.index] = calls.get(layer.index, 0) + (not again)
+        return calls[layer.index] <= self.free_steps
 
     def _settle(self, index: int, device: torch.device) -> None:
         """Move a layer's tensors to where its queries are: a model may be moved after the policy was installed."""
         learner = self.learners[index]
         if learner.moments.cq.device == device:
             return
-        self.learners[index] = moved = self._make(device)
-        moved.load_state_dict(learner.state_dict())
+        with torch.inference_mode(False):
+            self.learners[index] = moved = self._make(device)
+            moved.load_state_dict(learner.state_dict())
         moved.lr = learner.lr
-        self.budgets[index], self.pooled[index] = self.budgets[index].to(device), self.pooled[index].to(device)
+        for setting in (self.default, *self.by_class.values()):
+            setting.budgets[index] = setting.budgets[index].to(device)
+            setting.pooled[index] = setting.pooled[index].to(device)
         if self._frozen is not None:
             self._frozen[index] = self.learners[index].predictor
-
-    def _profile(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> HeadProfile:
-        predictor = self.predictor(layer.index)
-        return profile(q, k, v, layer.grid, predictor=predictor, generator=self._generator(layer, q.device))
 
     def _seed(self, layer: Layer) -> int:
         return hash((self.seed, self.step, layer.index)) & 0x7FFFFFFF
 
     def _generator(self, layer: Layer, device: torch.device) -> torch.Generator:
         return torch.Generator(device).manual_seed(self._seed(layer))
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from foveate.kernels.select import octant_means, octant_sizes, project
 from foveate.tiles import OCTANT, TILE, VideoGrid
 
 NEGLIGIBLE = 1e-6  # eigenvalues of a moment below this share of the largest count as directions never seen
+TINY = 1e-12  # weights below it are none
 MASS_FLOOR = 1e-9  # below it a predicted mass gets no gradient, so that no logarithm is infinite
 CHUNK = {"cpu": 1 << 20, "other": 1 << 25}  # exact weights held at once: in cache on a CPU, 128 MB elsewhere
 BETAS = (0.9, 0.99)
@@ -28,13 +29,13 @@ class Moments:
     """Running averages over sequences of the second moments of octant means: `cq`, `ck` float32 (H, D, D).
 
     `ck` is taken about the sequence's own mean: what shifts all keys alike adds one constant to a query's logits,
-    which softmax does not see, and the fit should spend no rank on it. `count`: sequences averaged so far.
+    which softmax does not see, and the fit should spend no rank on it. `count`: sequences averaged so far, float32 ().
     """
 
     def __init__(self, heads: int, dim: int, device: torch.device | str = "cpu") -> None:
         self.cq = torch.zeros(heads, dim, dim, device=device)
         self.ck = torch.zeros(heads, dim, dim, device=device)
-        self.count = 0
+        self.count = torch.zeros((), device=device)
 
     @torch.no_grad()
     def update(self, q: Tensor, k: Tensor) -> None:
@@ -42,22 +43,44 @@ class Moments:
         heads, dim, _ = self.cq.shape
         _check(q, k, heads, dim)
         with torch.autocast(q.device.type, enabled=False):
-            self.update_octants(octant_means(q), project(octant_means(k), None, heads))
+            self.add(Lesson.of(second_moments(octant_means(q), project(octant_means(k), None, heads)), q.shape[0]))
 
-    def update_octants(self, q_oct: Tensor, k_oct: Tensor) -> None:
-        """Take in octant means (B, H, O, D) of whole sequences, float32."""
-        self.count += q_oct.shape[0]
-        share = q_oct.shape[0] / self.count
-        self.cq = self.cq.lerp(_second_moment(q_oct), share)
-        self.ck = self.ck.lerp(_second_moment(k_oct - k_oct.mean(2, keepdim=True)), share)
+    def add(self, lesson: "Lesson") -> None:
+        """Take in `second_moments`; a lesson of no weight changes nothing."""
+        self.count = self.count + lesson.weight
+        share = lesson.weight / self.count.clamp_min(TINY)
+        self.cq, self.ck = (old.lerp(new, share) for old, new in zip((self.cq, self.ck), lesson.mean(), strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"cq": self.cq.clone(), "ck": self.ck.clone(), "count": torch.tensor(self.count)}
+        return {"cq": self.cq.clone(), "ck": self.ck.clone(), "count": self.count.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError where the state is for other heads or another head dim."""
-        self.cq, self.ck = (_like(state, name, getattr(self, name)) for name in ("cq", "ck"))
-        self.count = int(state["count"])
+        self.cq, self.ck, self.count = (_like(state, name, getattr(self, name)) for name in ("cq", "ck", "count"))
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """What sequences say to a learner, as a value: lessons add up, over forwards and over ranks, before it takes them.
+
+    total: float32 (2, H, D, D), second moments of queries and keys, or (2, H, D, r), gradients of the two matrices,
+    summed by weight. weight: float32 (), how many. What is not finite has weight 0.
+    """
+
+    total: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(cls, found: Tensor, count: int = 1) -> "Lesson":
+        """A mean over `count` sequences. Nothing waits for the device."""
+        fine = found.isfinite().all()
+        return cls(torch.where(fine, found * count, 0.0), fine * float(count))
+
+    def __add__(self, other: "Lesson") -> "Lesson":
+        return Lesson(self.total + other.total, self.weight + other.weight)
+
+    def mean(self) -> Tensor:
+        return self.total / self.weight.clamp_min(TINY)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,13 +134,34 @@ class Predictor:
 
 
 class Sight:
-    """What a lesson looks at: q (B, S, H, D) and k (B, S, G, D) of whole sequences, any float dtype.
+    """What lessons and profiles look at: q (B, S, H, D), k and v (B, S, G, D) of whole sequences, any float dtype.
 
     A subclass may hold a part of the sequences only, and find out the rest (parallel/lessons.py).
     """
 
-    def __init__(self, q: Tensor, k: Tensor) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
         self.q, self.k, self.heads = q.detach(), k.detach(), q.shape[2]
+        self.v = None if v is None else v.detach()
+
+    def queries(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 (B, H, R, 64, D): the queries of tiles `rows` (R,), zero where there are none, and bool (R, 64)."""
+        places = rows[:, None] * TILE + torch.arange(TILE, device=rows.device)
+        valid = places < self.q.shape[1]
+        found = self.q.index_select(1, places.clamp(max=self.q.shape[1] - 1).flatten().to(self.q.device))
+        valid = valid.to(self.q.device)
+        return found.float().transpose(1, 2).unflatten(2, places.shape) * valid.unsqueeze(-1), valid
+
+    def tiles(self, count: int) -> slice:
+        """Which of the `count` key tiles are here."""
+        return slice(0, count)
+
+    def join(self, x: Tensor) -> Tensor:
+        """x (..., own tiles) of every rank -> (..., N)."""
+        return x
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks that share the sequence."""
+        return x
 
     def octants(self, clips: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Octant means (B, H, O, D) of queries and of keys; of these clips (int64) only, where given."""
@@ -161,7 +205,7 @@ class Learner:
             )
         self.rank, self.rows, self.lr, self.start, self.jitter = rank, rows, lr, start, jitter
         self.moments = Moments(heads, dim, device)
-        self.seen = self.tuned = 0
+        self.seen, self.tuned = 0, torch.zeros((), dtype=torch.int64, device=device)
         # Queries' and keys' matrices in one tensor, and Adam's two averages of their gradients.
         self._weights, self._first, self._second = torch.zeros(3, 2, heads, dim, rank, device=device).unbind()
         self.loss: Tensor | None = None
@@ -182,59 +226,68 @@ class Learner:
         _check(q, k, heads, dim, grid)
         self.learn(Sight(q, k), grid, scale=scale, seed=seed)
 
-    @torch.no_grad()
     def learn(self, sight: Sight, grid: VideoGrid, *, scale: float | None = None, seed: int) -> None:
         """As `observe`, from whatever gives the sight."""
+        self.take(self.look(sight, grid, scale=scale, seed=seed))
+
+    def look(self, sight: Sight, grid: VideoGrid, *, scale: float | None = None, seed: int) -> Lesson:
+        """What a training step has to teach, as `observe` would; nothing is learned before `take`."""
         scale = float(self.moments.cq.shape[1] ** -0.5 if scale is None else scale)
         device = sight.q.device
-        with torch.autocast(device.type, enabled=False):
+        # Generation may run in inference mode; what is learned there must serve elsewhere too.
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
             if self.seen < self.start:
-                self._begin(sight)
+                return Lesson.of(second_moments(*sight.octants()), sight.q.shape[0])
+            return Lesson.of(self._gradient(sight, grid, scale, torch.Generator(device).manual_seed(seed)))
+
+    def take(self, lesson: Lesson) -> None:
+        """Learn a lesson that was looked at since the last one was taken. One of no weight is left out."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self.seen >= self.start:
+                self._adam(lesson)
             else:
-                self._tune(sight, grid, scale, torch.Generator(device).manual_seed(seed))
+                self.moments.add(lesson)
+                if self.seen + 1 == self.start:
+                    if not self.moments.count:  # nothing was finite so far, and there is nothing to begin with
+                        return
+                    closed = Predictor.from_moments(self.moments, self.rank)
+                    self._weights = torch.stack([closed.a, closed.b])
         self.seen += 1
 
-    def _begin(self, sight: Sight) -> None:
-        self.moments.update_octants(*sight.octants())
-        if self.seen + 1 == self.start:
-            closed = Predictor.from_moments(self.moments, self.rank)
-            self._weights = torch.stack([closed.a, closed.b])
-
-    def _tune(self, sight: Sight, grid: VideoGrid, scale: float, generator: torch.Generator) -> None:
+    def _gradient(self, sight: Sight, grid: VideoGrid, scale: float, generator: torch.Generator) -> Tensor:
         clip = torch.randint(sight.q.shape[0], (1,), generator=generator, device=generator.device)
         rows = sample_rows(grid, sight.heads, self.rows, generator)
         target = sight.mass(clip, rows, scale)
         q_oct, k_oct = (x[0] for x in sight.octants(clip))
         q_oct, valid = take_runs(q_oct, rows, TILE // OCTANT)
         q_oct, k_oct = (_jittered(x, self.jitter, generator) for x in (q_oct, k_oct))
-        with torch.enable_grad():
-            weights = self._weights.clone().requires_grad_()
-            mass = _predicted_mass(q_oct @ weights[0][:, None], k_oct @ weights[1], valid, grid.tokens, scale)
-            loss = -(target * mass.clamp_min(MASS_FLOOR).log()).sum(-1).mean()
-            (gradient,) = torch.autograd.grad(loss, weights)
-        self.loss = loss.detach()
-        self._adam(gradient)
+        self.loss, gradient = cross_entropy(self._weights, q_oct, k_oct, valid, target, grid.tokens, scale)
+        return gradient
 
-    def _adam(self, gradient: Tensor) -> None:
-        self.tuned += 1
-        self._first = self._first.lerp(gradient, 1 - BETAS[0])
-        self._second = self._second.lerp(gradient.square(), 1 - BETAS[1])
-        mean, square = (x / (1 - beta**self.tuned) for x, beta in zip((self._first, self._second), BETAS, strict=True))
+    def _adam(self, lesson: Lesson) -> None:
+        fine, gradient = lesson.weight > 0, lesson.mean()
+        tuned = self.tuned + fine
+        first = self._first.lerp(gradient, 1 - BETAS[0])
+        second = self._second.lerp(gradient.square(), 1 - BETAS[1])
+        mean, square = (x / (1 - beta**tuned) for x, beta in zip((first, second), BETAS, strict=True))
         # Out of place, so that predictors already given out stay as they are.
-        self._weights = self._weights - self.lr * mean / (square.sqrt() + EPS)
+        weights = self._weights - self.lr * mean / (square.sqrt() + EPS)
+        before = (self._weights, self._first, self._second)
+        after = (torch.where(fine, new, old) for new, old in zip((weights, first, second), before, strict=True))
+        (self._weights, self._first, self._second), self.tuned = after, tuned
 
     def state_dict(self) -> dict[str, Tensor]:
         """Flat tensors that a learner of the same arguments goes on from, bit by bit."""
         moments = {f"moments.{name}": value for name, value in self.moments.state_dict().items()}
         tensors = {name: getattr(self, "_" + name).clone() for name in ("weights", "first", "second")}
-        return {**moments, **tensors, "seen": torch.tensor(self.seen), "tuned": torch.tensor(self.tuned)}
+        return {**moments, **tensors, "seen": torch.tensor(self.seen), "tuned": self.tuned.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError where the state is for other heads, another head dim or another rank."""
         self.moments.load_state_dict({name: state[f"moments.{name}"] for name in ("cq", "ck", "count")})
         for name in ("weights", "first", "second"):
             setattr(self, "_" + name, _like(state, name, getattr(self, "_" + name)))
-        self.seen, self.tuned = int(state["seen"]), int(state["tuned"])
+        self.seen, self.tuned = int(state["seen"]), _like(state, "tuned", self.tuned)
 
 
 def sample_rows(grid: VideoGrid, heads: int, count: int, generator: torch.Generator) -> Tensor:
@@ -265,30 +318,61 @@ def true_mass(q: Tensor, k: Tensor, rows: Tensor, scale: float) -> Tensor:
 
     Of one sequence, q (1, S, H, D) and k (1, S, G, D), averaged over the query tile's tokens.
     """
-    heads, tokens = q.shape[2], k.shape[1]
     queries, valid = take_runs(q[0].transpose(0, 1), rows, TILE)
-    queries = queries.flatten(1, 2).float() * scale
-    spare = -tokens % TILE
-    keys = pad(k[0].float().permute(1, 2, 0), (0, spare)).repeat_interleave(heads // k.shape[2], dim=0)
+    mass = tile_lse(queries.flatten(1, 2).float() * scale, k[0]).softmax(-1)
+    return mean_valid(mass.unflatten(1, valid.shape[1:]), valid)
+
+
+def tile_lse(queries: Tensor, k: Tensor) -> Tensor:
+    """float32 (H, m, N): log-sum-exp over every tile of keys k (s, G, D) for scaled queries (H, m, D), by chunks."""
+    heads = queries.shape[0]
+    tiles = max(1, CHUNK.get(k.device.type, CHUNK["other"]) // (queries[..., 0].numel() * TILE))
     parts = []
-    chunk = CHUNK.get(q.device.type, CHUNK["other"])
-    for part in queries.split(max(1, chunk // keys[:, 0].numel()), dim=1):
-        logits = part @ keys
-        logits[..., tokens:] = -torch.inf
-        parts.append(logits.softmax(-1).unflatten(-1, (-1, TILE)).sum(-1))
-    return mean_valid(torch.cat(parts, 1).unflatten(1, valid.shape[1:]), valid)
+    for part in k.split(tiles * TILE):
+        keys = part.float().permute(1, 2, 0).repeat_interleave(heads // k.shape[1], dim=0)
+        logits = pad(queries @ keys, (0, -keys.shape[-1] % TILE), value=-torch.inf)
+        parts.append(logits.unflatten(-1, (-1, TILE)).logsumexp(-1))
+    return torch.cat(parts, -1)
+
+
+def cross_entropy(
+    weights: Tensor, q_oct: Tensor, k_oct: Tensor, valid: Tensor, target: Tensor, tokens: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Between true mass `target` (H, n, N) and the predicted one: its mean over rows and heads (), and its gradient.
+
+    The latter is for weights (2, H, D, r), written out: autograd would save and launch more, and needs a mode of its
+    own inside inference, compiled and recomputed forwards. q_oct (H, n, 8, D), of which `valid` exist; k_oct (H, O, D).
+    """
+    queries = q_oct.flatten(1, 2)
+    q, k = queries @ weights[0], k_oct @ weights[1]
+    shares = _shares(q, k, tokens, scale)
+    by_tile = _by_tile(shares)
+    mass = mean_valid(by_tile.unflatten(1, valid.shape[1:]), valid).clamp_min(MASS_FLOOR)
+    loss = -(target * mass.log()).sum(-1).mean()
+    slope = torch.where(mass > MASS_FLOOR, target / mass, 0.0) * (-1 / target[..., 0].numel())
+    weight = valid.float() / valid.sum(-1, keepdim=True)
+    slope = (weight.unsqueeze(-1) * slope.unsqueeze(2)).flatten(1, 2)  # (H, 8 n, N), of by_tile
+    mean = (slope * by_tile).sum(-1, keepdim=True)
+    logits = slope.sub_(mean).repeat_interleave(TILE // OCTANT, -1)[..., : shares.shape[-1]].mul_(shares).mul_(scale)
+    return loss, torch.stack([queries.mT @ (logits @ k), k_oct.mT @ (logits.mT @ q)])
 
 
 def _predicted_mass(q_oct: Tensor, k_oct: Tensor, valid: Tensor, tokens: int, scale: float) -> Tensor:
-    """kernels.select.tile_mass for sampled query tiles, all heads at once and differentiable -> (H, n, N).
+    """kernels.select.tile_mass for sampled query tiles, all heads at once -> (H, n, N).
 
     q_oct: projected (H, n, 8, r), of which `valid` (H, n, 8) exist; k_oct: projected (H, O, r).
     """
-    spare = -k_oct.shape[1] % (TILE // OCTANT)
-    bias = pad(octant_sizes(tokens, k_oct.device).log(), (0, spare), value=-torch.inf)
-    logits = bias + scale * q_oct.flatten(1, 2) @ pad(k_oct, (0, 0, 0, spare)).mT
-    shares = logits.softmax(-1).unflatten(-1, (-1, TILE // OCTANT)).sum(-1)
+    shares = _by_tile(_shares(q_oct.flatten(1, 2), k_oct, tokens, scale))
     return mean_valid(shares.unflatten(1, valid.shape[1:]), valid)
+
+
+def _shares(q: Tensor, k: Tensor, tokens: int, scale: float) -> Tensor:
+    """Softmax (H, L, O) of projected query octants (H, L, r) over key octants (H, O, r), each by its tokens."""
+    return torch.add(octant_sizes(tokens, k.device).log(), q @ k.mT, alpha=scale).softmax(-1)
+
+
+def _by_tile(shares: Tensor) -> Tensor:
+    return pad(shares, (0, -shares.shape[-1] % (TILE // OCTANT))).unflatten(-1, (-1, TILE // OCTANT)).sum(-1)
 
 
 def mean_valid(x: Tensor, valid: Tensor) -> Tensor:
@@ -305,9 +389,10 @@ def _jittered(x: Tensor, jitter: float, generator: torch.Generator) -> Tensor:
     return x + jitter * spread * torch.randn(x.shape, generator=generator, device=x.device)
 
 
-def _second_moment(x: Tensor) -> Tensor:
-    """Mean of x x^T over batch and octants, x (B, H, O, D) -> (H, D, D)."""
-    return (x.mT @ x).mean(0) / x.shape[2]
+def second_moments(q_oct: Tensor, k_oct: Tensor) -> Tensor:
+    """float32 (2, H, D, D): of octant means (B, H, O, D) of whole sequences, keys about each sequence's own mean."""
+    pairs = q_oct, k_oct - k_oct.mean(2, keepdim=True)
+    return torch.stack([(x.mT @ x).mean(0) / x.shape[2] for x in pairs])
 
 
 def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,28 +1,30 @@
 """What sparsity costs, measured: recall and output error by budget, of the oracle's and the predictor's choice.
 
 Recall is the attention mass that the kept tiles hold. The error is what counts: ||out_sparse - out|| / ||out|| against
-exact attention in float32, with the periphery dropped or pooled. Measured on a few query tiles (DESIGN, Profiler).
+exact attention in float32, with the periphery dropped or pooled. Measured on a few query tiles, key by key tile in two
+passes: what each tile weighs, then, once tiles are chosen, what they add up to. So memory does not grow with S x D, and
+where keys are spread over ranks only sampled rows travel (parallel/lessons.py).
 
-Shapes: B batch, S tokens in tile order, H heads, G key/value heads (G divides H), D head dim, R query tiles,
-N key tiles, L layers, K budgets, T tokens of one query tile.
+Shapes: B batch, S tokens in tile order, H heads, G key/value heads (G divides H), D head dim, R sampled query tiles,
+T = 64 tokens of each, N key tiles, n of a chunk, L layers, K budgets, C = 2 choices (oracle, predictor).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foveate.kernels.bits import unpack
 from foveate.kernels.reference import tile_means, tile_sizes
-from foveate.kernels.select import forced_tiles, keep, octant_means, project, tile_mass
-from foveate.sparsity.predictor import Predictor
-from foveate.tiles import TILE, VideoGrid
+from foveate.kernels.select import forced_tiles, octant_means, octant_sizes, project
+from foveate.sparsity.predictor import Predictor, Sight
+from foveate.tiles import OCTANT, TILE, VideoGrid
 
-BUDGETS = (0.05, 0.1, 0.2, 0.3, 0.5)
+BUDGETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5)
 SHARE = 16  # one query tile in so many at most: a profile must stay cheap beside the layer it measures
+CHUNK = 1 << 24  # numbers that one chunk's outputs by key tile may have: 64 MB
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,13 +69,38 @@ def profile(
         raise ValueError(f"{grid} has {grid.tokens} tokens, q has {q.shape[1]}, k {k.shape[1]}")
     if not budgets or not all(0 < x <= 1 for x in budgets):
         raise ValueError(f"budgets must be greater than 0 and at most 1, got {tuple(budgets)}")
-    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    options = {"budgets": budgets, "rows": rows, "generator": generator, "scale": scale}
+    return measure(Sight(q, k, v), grid, predictor, **options)
+
+
+@torch.no_grad()
+def measure(
+    sight: Sight,
+    grid: VideoGrid,
+    predictor: Predictor | None,
+    *,
+    budgets: Sequence[float] = BUDGETS,
+    rows: int = 4,
+    generator: torch.Generator,
+    scale: float | None = None,
+) -> HeadProfile:
+    """As `profile`, from whatever gives the sight; it must have v."""
+    scale = float(sight.q.shape[-1] ** -0.5 if scale is None else scale)
     tiles = grid.tiles()
     drawn = torch.randperm(tiles, generator=generator, device=generator.device)[: min(rows, max(1, tiles // SHARE))]
-    with torch.autocast(q.device.type, enabled=False):
-        keys = _keys(k, v, q.shape[2], predictor)
-        sums = [_row_sums(q, keys, grid, predictor, budgets, int(row), scale) for row in drawn.tolist()]
-    return _averages([torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)])
+    together = max(1, CHUNK // (sight.q.shape[0] * sight.heads * TILE * tiles))
+    with torch.autocast(sight.q.device.type, enabled=False):
+        parts = [_sums(sight, grid, predictor, budgets, part, scale) for part in drawn.split(together)]
+    recall, dropped, pooled, norm, count = (torch.stack(x).sum(0) for x in zip(*parts, strict=True))
+    recall = recall / count
+    norm = norm.clamp_min(torch.finfo(norm.dtype).tiny)
+    drop, pool = (dropped / norm).sqrt(), (pooled / norm).sqrt()
+    oracle, chosen = slice(len(budgets)), slice(len(budgets), None)
+    return HeadProfile(
+        recall_oracle=recall[:, oracle].clamp(max=1), recall_predicted=recall[:, chosen].clamp(max=1),
+        error_drop=drop[:, chosen], error_pool=pool[:, chosen],
+        error_drop_oracle=drop[:, oracle], error_pool_oracle=pool[:, oracle],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,103 +152,125 @@ class SparsityProfile:
         return cls(tuple(data["budgets"]), layers, tuple(data["steps"]))
 
 
-class _Keys(NamedTuple):
-    """What all query tiles share: k, v (B, H, S, D), their tile means (B, H, N, D), projected octants (B, H, O, r)."""
-
-    k: Tensor
-    v: Tensor
-    k_mean: Tensor
-    v_mean: Tensor
-    k_oct: Tensor
-
-
-class _Exact(NamedTuple):
-    """Exact attention of one query tile, by key tile: `mass` (B, H, T, N), outputs `part` (B, H, T, N, D).
-
-    `far` (B, H, T, N): what each tile would weigh if its mean stood for it, in the same unit as `mass`.
-    """
-
-    mass: Tensor
-    part: Tensor
-    far: Tensor
-
-
-def _keys(k: Tensor, v: Tensor, heads: int, predictor: Predictor | None) -> _Keys:
-    keys, values = (x.float().transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1) for x in (k, v))
-    octants = project(octant_means(k), None if predictor is None else predictor.b, heads)
-    return _Keys(keys, values, tile_means(keys, TILE), tile_means(values, TILE), octants)
-
-
-def _row_sums(
-    q: Tensor,
-    keys: _Keys,
-    grid: VideoGrid,
-    predictor: Predictor | None,
-    budgets: Sequence[float],
-    row: int,
-    scale: float,
+def _sums(
+    sight: Sight, grid: VideoGrid, predictor: Predictor | None, budgets: Sequence[float], drawn: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
-    """Sums over batch and tokens of one query tile, C = 2 choices (oracle, predictor), P = 2 peripheries (drop, pool).
+    """Over batch and existing queries of the query tiles `drawn` (R,): mass kept (H, C K), squared errors, dropped and
+    pooled (H, C K), squared norm of the exact output (H, 1), and the number of queries."""
+    queries, valid = sight.queries(drawn)
+    look = _Look(sight, queries * scale, valid, predictor)
+    near, far, predicted = look.weights()
+    true = torch.einsum("bhrtn,rt->bhrn", near, valid / valid.sum(-1, keepdim=True))
+    forced = _forced(grid, drawn, sight.q.device)
+    kept = torch.cat([_kept(mass, forced, budgets) for mass in (true, predicted)], -2)  # (B, H, R, C K, N)
+    out, totals, sums = look.outputs(kept, near, far)
+    there = valid[:, None].float()
+    squared = []
+    for total, value in zip(totals, sums, strict=True):
+        total = total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)
+        error = (value / total - out.unsqueeze(3)).square().sum(-1)  # (B, H, R, C K, T)
+        squared.append((error * there).sum((0, 2, 4)))
+    norm = (out.square().sum(-1) * valid).sum((0, 2, 3)).unsqueeze(-1)
+    return (totals[0] * there).sum((0, 2, 4)), *squared, norm, valid.sum() * near.shape[0]
 
-    Kept mass (C, H, K), squared errors (P, C, H, K), squared norm of the exact output (H,), number of queries ().
-    """
-    tile = q[:, row * TILE : (row + 1) * TILE]
-    exact = _exact(tile.float().transpose(1, 2), keys, scale)
-    octants = project(octant_means(tile), None if predictor is None else predictor.a, q.shape[2])
-    predicted = tile_mass(octants, keys.k_oct, tokens=grid.tokens, scale=scale, query_tile=TILE)
-    args = (grid.tokens, grid.video, TILE, TILE, q.device)
-    forced = forced_tiles(*args, first=row * TILE, queries=tile.shape[1])
-    kept = torch.stack([_kept(mass, forced, budgets) for mass in (exact.mass.mean(2, keepdim=True), predicted)])
-    out = exact.part.sum(-2)
-    recall = torch.einsum("cbhkn,bhtn->chk", kept, exact.mass)
-    errors = [_output(exact, keys.v_mean, kept, pooled) - out.unsqueeze(2) for pooled in (False, True)]
-    squared = torch.stack([error.square().sum((1, -2, -1)) for error in errors])
-    return recall, squared, out.square().sum((0, 2, 3)), torch.tensor(float(tile.shape[0] * tile.shape[1]))
+
+class _Look:
+    """Sampled queries (B, H, R, T, D), scaled, of which `valid` (R, T) exist, against all keys, chunk by chunk."""
+
+    def __init__(self, sight: Sight, queries: Tensor, valid: Tensor, predictor: Predictor | None):
+        assert sight.v is not None
+        self.sight, self.rows = sight, queries.shape[2]
+        self.queries = queries.flatten(2, 3)
+        existing = valid.unflatten(-1, (-1, OCTANT)).sum(-1)  # tokens in each octant
+        octants = queries.unflatten(3, (-1, OCTANT)).sum(4) / existing.clamp(min=1)[:, :, None]
+        self.octants = project(octants.flatten(2, 3), None if predictor is None else predictor.a, queries.shape[1])
+        exist = (existing > 0).float()
+        self.of_octants = exist / exist.sum(-1, keepdim=True)
+        self.b = None if predictor is None else predictor.b
+        numbers = self.queries.numel()
+        self.step = TILE * max(1, CHUNK // numbers)
+
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What every key tile weighs: exactly and by its mean (B, H, R, T, N), in one unit, and as predicted
+        (B, H, R, N)."""
+        parts = [self._weigh(k) for k in self.sight.k.split(self.step, dim=1)]
+        near, far, guess = (self.sight.join(torch.cat(part, -1)) for part in zip(*parts, strict=True))
+        lse = near.logsumexp(-1, keepdim=True)
+        near, far = (x.sub_(lse).exp_().unflatten(2, (self.rows, TILE)) for x in (near, far))
+        guess = guess.softmax(-1).unflatten(2, self.of_octants.shape)
+        return near, far, torch.einsum("bhron,ro->bhrn", guess, self.of_octants)
+
+    def _weigh(self, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-sum-exps by key tile of a chunk (B, s, G, D) of keys."""
+        heads, tokens = self.sight.heads, k.shape[1]
+        octants = project(octant_means(k), self.b, heads)
+        guess = octant_sizes(tokens, k.device).log() + self.octants @ octants.mT
+        keys = _by_head(k, heads)
+        far = self.queries @ tile_means(keys, TILE).mT + tile_sizes(tokens, TILE, k.device).float().log()
+        return _lse_by_tile(self.queries @ keys.mT, TILE), far, _lse_by_tile(guess, TILE // OCTANT)
+
+    def outputs(self, kept: Tensor, near: Tensor, far: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Exact outputs (B, H, R, T, D), and of every choice of tiles `kept` (B, H, R, C K, N) the total weight and the
+        weighted sum of values, (B, H, R, C K, T) and (..., D): others dropped, and pooled."""
+        own = self.sight.tiles(kept.shape[-1])
+        kept_here, far_here = kept[..., own], far[..., own]
+        lse = near.flatten(2, 3)[..., own]
+        found: Tensor | None = None
+        for first in range(0, self.sight.k.shape[1], self.step):
+            tiles = slice(first // TILE, (first + self.step) // TILE)
+            part = self._add(first, kept_here[..., tiles], lse[..., tiles], far_here[..., tiles])
+            found = part if found is None else found + part
+        assert found is not None
+        found = self.sight.total(found)
+        exact, dropped, pooled = found.split([1, kept.shape[-2], kept.shape[-2]], dim=3)
+        near_total = kept @ near.mT
+        totals = [near_total, near_total + (1 - kept) @ far.mT]
+        return exact.squeeze(3), totals, [dropped, dropped + pooled]
+
+    def _add(self, first: int, kept: Tensor, mass: Tensor, far: Tensor) -> Tensor:
+        """(B, H, R, 1 + 2 C K, T, D): sums over one chunk of tiles: all of them, kept ones, pooled others."""
+        heads = self.sight.heads
+        assert self.sight.v is not None
+        keys, values = (_by_head(x[:, first : first + self.step], heads) for x in (self.sight.k, self.sight.v))
+        spare = -keys.shape[2] % TILE
+        logits = pad(self.queries @ keys.mT, (0, spare), value=-torch.inf).unflatten(-1, (-1, TILE))
+        # Within a tile by softmax, times the tile's mass: nothing of the size of S but the mass is kept between passes.
+        weights = logits.softmax(-1).mul_(mass.unsqueeze(-1)).transpose(2, 3)  # (B, H, n, R T, 64)
+        part = weights @ pad(values, (0, 0, 0, spare)).unflatten(2, (-1, TILE))
+        part = part.unflatten(3, (self.rows, TILE)).movedim(3, 2)  # (B, H, R, n, T, D)
+        every = torch.cat([torch.ones_like(kept[..., :1, :]), kept], -2)
+        near = (every @ part.flatten(4)).unflatten(-1, part.shape[-2:])
+        away = (1 - kept).unsqueeze(-2) * far.unsqueeze(3)  # (B, H, R, C K, T, n)
+        return torch.cat([near, away @ tile_means(values, TILE)[:, :, None, None]], 3)
 
 
-def _exact(q: Tensor, keys: _Keys, scale: float) -> _Exact:
-    """Of the queries q (B, H, T, D) of one tile."""
-    tokens = keys.k.shape[2]
-    logits = scale * q @ keys.k.mT
-    lse = logits.logsumexp(-1, keepdim=True)
-    spare = -tokens % TILE
-    weights = pad((logits - lse).exp(), (0, spare)).unflatten(-1, (-1, TILE))
-    values = pad(keys.v, (0, 0, 0, spare)).unflatten(2, (-1, TILE))
-    part = torch.einsum("bhtnj,bhnjd->bhtnd", weights, values)
-    bias = tile_sizes(tokens, TILE, q.device).float().log()
-    far = (scale * q @ keys.k_mean.mT + bias - lse).exp()
-    return _Exact(weights.sum(-1), part, far)
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """float32 (B, H, s, D) of keys or values (B, s, G, D)."""
+    return x.float().transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
+
+
+def _lse_by_tile(logits: Tensor, length: int) -> Tensor:
+    spare = -logits.shape[-1] % length
+    return pad(logits, (0, spare), value=-torch.inf).unflatten(-1, (-1, length)).logsumexp(-1)
+
+
+def _forced(grid: VideoGrid, drawn: Tensor, device: torch.device) -> Tensor:
+    """bool (R, N): the tiles that sampled query tiles keep in any case."""
+    rows = []
+    for row in drawn.tolist():
+        queries = min(TILE, grid.tokens - row * TILE)
+        rows.append(forced_tiles(grid.tokens, grid.video, TILE, TILE, device, first=row * TILE, queries=queries))
+    return torch.cat(rows)
 
 
 def _kept(mass: Tensor, forced: Tensor, budgets: Sequence[float]) -> Tensor:
-    """float32 (B, H, K, N), 1 where a tile is kept at each budget, of mass (B, H, 1, N)."""
-    heads, count = mass.shape[1], mass.shape[-1]
-    words = [keep(mass, forced=forced, budget=torch.full((heads,), x, device=mass.device)) for x in budgets]
-    return unpack(torch.cat(words, 2), count).float()
-
-
-def _output(exact: _Exact, v_mean: Tensor, kept: Tensor, pooled: bool) -> Tensor:
-    """Outputs (C, B, H, K, T, D) of the query tile over kept tiles (C, B, H, K, N), the others dropped or pooled."""
-    total = torch.einsum("cbhkn,bhtn->cbhkt", kept, exact.mass)
-    summed = torch.einsum("cbhkn,bhtnd->cbhktd", kept, exact.part)
-    if pooled:
-        total = total + torch.einsum("cbhkn,bhtn->cbhkt", 1 - kept, exact.far)
-        summed = summed + torch.einsum("cbhkn,bhtn,bhnd->cbhktd", 1 - kept, exact.far, v_mean)
-    return summed / total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)
-
-
-def _averages(sums: list[Tensor]) -> HeadProfile:
-    recall, squared, norm, count = sums
-    recall = (recall / count).clamp(max=1)
-    error = (squared / norm.clamp_min(torch.finfo(norm.dtype).tiny).unsqueeze(-1)).sqrt()
-    return HeadProfile(
-        recall_oracle=recall[0],
-        recall_predicted=recall[1],
-        error_drop=error[0, 1],
-        error_pool=error[1, 1],
-        error_drop_oracle=error[0, 0],
-        error_pool_oracle=error[1, 0],
-    )
+    """float32 (B, H, R, K, N), 1 where a tile is kept at each budget, of mass (B, H, R, N): as kernels.select.keep."""
+    count = mass.shape[-1]
+    order = torch.argsort(mass.masked_fill(forced, torch.inf), dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(count, device=mass.device).expand_as(order))
+    wanted = (torch.tensor(list(budgets), device=mass.device) * count + 0.5).floor().clamp(1, count)
+    wanted = torch.maximum(wanted, forced.sum(-1, keepdim=True))  # (R, K)
+    return (rank.unsqueeze(-2) < wanted.unsqueeze(-1)).float()
 
 
 def _map(function: Any, *profiles: Any) -> HeadProfile:

@@ -11,12 +11,16 @@ from foveate.sparsity.profile import HeadProfile, SparsityProfile
 COLUMNS = ("layer", "attention", "kept", "least head", "most head", "pooled", "error", "recall")
 
 
-def table(control: Control, profile: SparsityProfile, step: int) -> str:
-    """A line a layer: sparse or dense, kept share, pooled heads, measured error and recall at what is kept."""
+def table(control: Control, profile: SparsityProfile, step: int, tokens: int | None = None) -> str:
+    """A line a layer: sparse or dense, kept share, pooled heads, measured error and recall at what is kept.
+
+    tokens: the length that it is about, where there are several.
+    """
     decision, plan = control.decision, control.decision.plan
     gap = "not measured" if control.gap is None else f"{100 * control.gap:+.3f} %"
+    where = "" if tokens is None else f", about {tokens} tokens"
     title = (
-        f"foveate, step {step}: {'sparse' if decision.active else 'dense'}, {decision.reason}; gap {gap}, "
+        f"foveate, step {step}{where}: {'sparse' if decision.active else 'dense'}, {decision.reason}; gap {gap}, "
         f"error level {control.epsilon:.3f}, next measurement at step {control.due}"
     )
     rows: list[tuple[str, ...]] = [COLUMNS]

@@ -1,0 +1,71 @@
+"""How often to look and to learn, by what that costs: checks and lessons together stay within a share of the step time.
+
+Counted from the cost table and the shapes, never from a clock, so that runs repeat and ranks agree. Linear layers are
+priced by the model's parameters, at the rate of dense attention in the same table.
+
+Times are in milliseconds a sequence. Shapes: L layers, H heads, D head dim.
+"""
+
+import math
+from dataclasses import dataclass
+
+from foveate import costs as prices
+
+SHARE = 0.05  # of a step, for lessons and checks together
+FOR_LESSONS = 0.4  # of that share
+LAUNCH_MS = 0.008  # one small operator
+LESSON_OPERATORS, PROFILE_OPERATORS = 75, 300  # of a layer; counted on the CPU (docs/log.md, Training step)
+OFTEN, RARE, TEACH_EVERY = 50, 1000, 4  # never oftener, however cheap
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained: sequences of `tokens`, `layers` of attention (H, D), and `parameters` that every token meets."""
+
+    tokens: int
+    layers: int
+    heads: int
+    dim: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Steps between checks (at first and at most) and between lessons; `share` of the step time that both take."""
+
+    often: int
+    rare: int
+    teach_every: int
+    share: float
+
+    def __str__(self) -> str:
+        return (
+            f"checks every {self.often} to {self.rare} steps, lessons every {self.teach_every}: about "
+            f"{100 * self.share:.1f} % of the step time by the cost table"
+        )
+
+
+def plan(
+    work: Work,
+    costs: prices.Costs,
+    attention: tuple[float, float],
+    pairs: int,
+    often: int | None = None,
+    rare: int | None = None,
+    teach_every: int | None = None,
+) -> Cadence:
+    """attention: forward and backward of all layers as they are now, forward of all layers sparse, milliseconds.
+
+    pairs: dense and sparse forwards of one check. often, rare, teach_every: what the user has fixed.
+    """
+    dense = work.layers * costs.dense(work.tokens, work.heads, work.dim, passes=("forward_ms",))
+    linear = dense * work.parameters / (2 * work.tokens * work.heads * work.dim * work.layers)
+    step = 3 * linear + attention[0]
+    lesson = work.layers * LESSON_OPERATORS * LAUNCH_MS + dense * 4 * 64 / work.tokens
+    profile = work.layers * PROFILE_OPERATORS * LAUNCH_MS + dense * 12 * 256 / work.tokens
+    check = pairs * (2 * linear + dense + attention[1] + profile)
+    teach = teach_every or max(TEACH_EVERY, math.ceil(lesson / (FOR_LESSONS * SHARE * step)))
+    left = max(SHARE - lesson / (teach * step), (1 - FOR_LESSONS) * SHARE)
+    first = often or max(OFTEN, math.ceil(check / (left * step)))
+    last = rare or max(RARE, first)
+    return Cadence(first, max(first, last), teach, lesson / (teach * step) + check / (first * step))
