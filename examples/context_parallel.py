@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 
 import foveate as fv
 from foveate.models.dit import DiTConfig, VideoDiT
-from foveate.parallel import mean_over_ranks
 
 
 def main(head: int, sequence: int, steps: int):
@@ -25,7 +24,7 @@ def main(head: int, sequence: int, steps: int):
     torch.manual_seed(0)  # the same weights everywhere
     model = VideoDiT(DiTConfig(width=64, depth=2, heads=2, patch=(1, 2, 2))).to(device)
     config = fv.SparsityConfig(tolerance=0.02, warmup=10, learn_from=5, often=5, rare=20)
-    sparse = fv.sparsify(model, config, reduce=mean_over_ranks)  # 1: ranks decide alike
+    sparse = fv.sparsify(model, config)  # 1: ranks decide alike
     parallel = fv.parallelize(model, fv.ParallelConfig(head=head, sequence=sequence))  # 2: after sparsify
     for block in model.blocks:
         fully_shard(block)

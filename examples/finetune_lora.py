@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import foveate as fv
 
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> fv.Handle:
     model.enable_gradient_checkpointing()
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-4)
-    handle = fv.sparsify(model, config)  # 1: before or after LoRA, checkpointing and torch.compile
+    handle = fv.sparsify(model, config)  # 1: before or after LoRA, checkpointing and compiled blocks
     for step, (clip, text) in enumerate(itertools.islice(clips, args.steps)):
         clip, text = clip.to(device, dtype), text.to(device, dtype)
         noise, sigma = torch.randn_like(clip), torch.rand(1, device=device)
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> fv.Handle:
         print(f"step {step}: loss {loss.item():.3f}")
     print(handle)
     model.save_lora_adapter(args.out)  # plain diffusers loads it, and runs dense
-    save_file(handle.state_dict()["predictors"], args.out / "predictors.safetensors")  # to generate sparsely
+    handle.save(args.out / "sparse")  # to generate: fv.load_sparse(model, args.out / "sparse")
     return handle
 
 

@@ -26,7 +26,7 @@ def main(steps: int):
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     # The defaults suit runs of many thousands of steps; this one is over in a minute, so everything comes sooner.
     config = fv.SparsityConfig(tolerance=0.02, warmup=20, learn_from=10, often=5, rare=20)
-    handle = fv.sparsify(model, config)  # 1: after the model is made, before or after wrapping and compiling it
+    handle = fv.sparsify(model, config)  # 1: before or after wrapping; compiled whole: sparsify(torch.compile(model))
     for step in range(steps):
         clip = moving_pattern(step)
         noise, sigma = torch.randn_like(clip), torch.rand(1)
