@@ -32,11 +32,11 @@ Travel = Literal["tiles", "ring"]
 @dataclass(frozen=True)
 class LayerLoad:
     """What a layer computes: kept fraction of each head (1: dense), which are pooled, and how much of the other ranks'
-    tiles a rank fetches at each sequence degree, mean over heads, where that was measured."""
+    tiles a rank fetches at each sequence degree, mean over heads or of each, where that was measured."""
 
     density: tuple[float, ...]
     pooled: tuple[bool, ...] = ()
-    union: Mapping[int, float] = field(default_factory=dict)
+    union: Mapping[int, float | Sequence[float]] = field(default_factory=dict)
 
     @property
     def dense(self) -> bool:
@@ -50,7 +50,8 @@ class LayerLoad:
         guess = 1 - (1 - np.minimum(self.density, 1.0)) ** rows
         if sequence not in self.union:
             return guess
-        return np.minimum(1.0, guess * self.union[sequence] / max(float(guess.mean()), 1e-9))
+        known = np.asarray(self.union[sequence], float)
+        return known if known.ndim else np.minimum(1.0, guess * known / max(float(guess.mean()), 1e-9))
 
 
 @dataclass(frozen=True, kw_only=True)
