@@ -401,9 +401,7 @@ def show(result: dict[str, Any]) -> None:
     if rows:
         plain = min(row["seconds"] for name, row in rows.items() if not name.startswith("ours"))
         ratio = plain / rows["ours planned"]["seconds"]
-        print(
-            f"predictions of layouts that were not fitted off by {statistics.median(misses):.1%} (median), {max(misses):.1%} (most)"
-        )
+        print(f"predictions of the others off by {statistics.median(misses):.1%} (median), {max(misses):.1%} (most)")
         print(f"planned {ratio:.2f} times faster than the best plain layout")
 
 
