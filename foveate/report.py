@@ -49,8 +49,9 @@ class ReportData:
     checks: Sequence[tuple[str, bool, str]] = ()
     """Verdicts: (name, passed, the numbers)."""
     runs: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-    """By name, rows of step, stage (1 or 2), loss, seconds, and where measured gap. "dense" is the twin that the
-    others are compared with; "sparse" and "random" have colours of their own; the first run marks the switch."""
+    """By name, rows of step, kept (share of the tiles, 1 is dense), loss, seconds, and where measured gap. "dense" is
+    the twin that the others are compared with; "sparse" and "random" have colours of their own; the first run marks
+    where training becomes sparse."""
     gap_limit: float | None = None
     """The relative loss gap that is allowed, as a fraction."""
     profiles: Sequence[Mapping[str, Any]] = ()
@@ -325,9 +326,9 @@ def _raw_and_smooth(steps, values, name: str, switch: float | None, *, median: b
 
 
 def _switch(run: ReportData) -> float | None:
-    """The first step of the first run's second stage."""
+    """The first run's first sparse step."""
     first = next(iter(run.runs.values()), ())
-    return next((row["step"] for row in first if row.get("stage") == 2), None)
+    return next((row["step"] for row in first if row.get("kept", 1) < 1), None)
 
 
 def _means(values: np.ndarray) -> np.ndarray:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 
-def schedule(steps: int, shift: float = 1.0) -> Tensor:
-    """Noise levels (steps + 1,) from 1 to 0; `shift` > 1 spends more of the steps at high noise."""
+def schedule(steps: int, shift: float = 1.0, start: float = 1.0) -> Tensor:
+    """Noise levels (steps + 1,) from `start` to 0; `shift` > 1 spends more of the steps at high noise."""
     if steps < 1:
         raise ValueError(f"generation needs at least 1 step, got {steps}")
-    sigma = torch.linspace(1, 0, steps + 1)
+    if not 0 < start <= 1:
+        raise ValueError(f"start is a noise level above 0 and at most 1, got {start}")
+    sigma = start / (shift + (1 - shift) * start) * torch.linspace(1, 0, steps + 1)
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 
@@ -24,12 +26,13 @@ def generate(
     *,
     steps: int = 20,
     shift: float = 1.0,
+    start: float = 1.0,
     condition: Tensor | None = None,
     guidance: float = 1.0,
     solver: str = "heun",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
-    """A clip from `noise` (B, C, F, Y, X), float32.
+    """A clip from `noise` (B, C, F, Y, X), float32; or from a clip with noise of level `start` on it.
 
     solver: `heun`, second-order steps with an Euler last one, or `euler`, one model call a step.
     guidance: 1 uses the conditional prediction alone; other values extrapolate from the unconditional one
@@ -37,7 +40,7 @@ def generate(
     """
     if solver not in ("heun", "euler"):
         raise ValueError(f"solver must be heun or euler, got {solver!r}")
-    levels = schedule(steps, shift).tolist()
+    levels = schedule(steps, shift, start).tolist()
     x = noise.float()
 
     def call(branch: str, x: Tensor, index: int, level: float, condition: Tensor | None) -> Tensor:

@@ -147,7 +147,7 @@ def test_bad_input_ends_with_code_2_and_says_what_to_do(foveate: Run, tmp_path: 
         ((*clip, tmp_path), "no such checkpoint file"),
         ((*clip, tmp_path / "pickle.pt"), "not a safetensors file"),
         ((*clip, tmp_path / "foreign.safetensors"), "no model that `foveate train` wrote"),
-        ((*clip, plain, "--attention", "sparse"), "predictor.safetensors"),
+        ((*clip, plain, "--attention", "sparse"), "which sparse training writes"),
         ((*clip, plain, "--attention", "blurred"), "dense"),
         ((*clip, plain, "--steps", "0"), "at least 1 step"),
         ((*clip, plain, "--label", "1"), "trained without labels"),

@@ -29,10 +29,9 @@ def rows(late: float, seconds: float) -> list[dict]:
     return [
         {
             "step": step,
-            "stage": 1 if step <= 10 else 2,
+            "kept": 1.0 if step <= 10 else 0.1,
             "loss": float(draw.lognormal(-1.5, 0.3)) * (late if step > 10 else 1),
             "seconds": seconds if step > 10 else 3.0,
-            "budget": 0.1,
             "gap": late - 1 if step % 5 == 0 else None,
         }
         for step in range(1, 41)
@@ -160,7 +159,7 @@ def test_sections_without_data_are_left_out():
         ({"runs": {"only": rows(1.0, 1.0)}}, 3),  # no twin to compare with
         ({"runs": {"only": [{"step": 1, "loss": 0.5}]}}, 1),
         ({"runs": {"only": [{"step": 1, "loss": float("nan"), "seconds": None}], "none": []}}, 0),
-        ({"runs": {"sparse": [{**row, "stage": 1} for row in rows(1.0, 1.0)]}}, 3),  # the switch never came
+        ({"runs": {"sparse": [{**row, "kept": 1.0} for row in rows(1.0, 1.0)]}}, 3),  # the switch never came
         ({"runs": {}, "profiles": [{"step": 3, "recall": [[0.5, 0.25]]}]}, 1),
         ({"runs": {}, "profiles": [{"step": 3, "density": np.full((2, 2), np.nan)}]}, 0),
         ({"runs": {"zero": [{"step": 0, "loss": 0.0, "seconds": 0.0}]}}, 2),

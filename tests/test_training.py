@@ -1,22 +1,28 @@
-"""Two-stage training: the switch, resume after kill -9, twins, checkpoints (CASES 27 in one process, 28)."""
+"""The trainer: sparsify inside it, resume after kill -9, signals, conditions, what it writes."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
 
 from foveate.data import write_mp4
 from foveate.models.dit import DiTConfig
-from foveate.training import checkpoint, recipes
-from foveate.training.generate import load_model, load_predictor
+from foveate.sparsity.config import SparsityConfig
+from foveate.training import checkpoint, loop, recipes
+from foveate.training.generate import load_model, make_sparse
 from foveate.training.loop import Trainer, learning_rate
 from foveate.training.recipes import TrainConfig, smoke
 
@@ -57,33 +63,41 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in history(folder)]
 
 
-def test_a_length_at_which_sparse_is_slower_stays_dense_and_says_so(config: TrainConfig, caplog) -> None:
-    trainer = Trainer(replace(config, force=False))
-    with caplog.at_level("WARNING", "foveate"):
-        trainer.fit()
-    assert [row["stage"] for row in history(config.out)] == [1] * STEPS
-    assert trainer.policy.ready
-    assert history(config.out)[-1]["gap"] <= config.gap, "the loss did not keep it dense"
-    assert sum("stays dense: at 512 tokens" in record.message for record in caplog.records) == 1
+def test_a_length_at_which_sparse_is_slower_stays_dense_and_says_so(config: TrainConfig) -> None:
+    trainer = Trainer(replace(config, steps=4, sparsity=SparsityConfig(budget=0.9, warmup=3, learn_from=2)))
+    rows = trainer.fit()
+    assert [row["kept"] for row in rows] == [1.0] * 4
+    assert any("does not pay" in row.get("reason", "") for row in rows)
 
 
 def test_a_run_turns_sparse_and_learns(finished: Trainer) -> None:
     rows = history(finished.config.out)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     switch = next(row for row in rows if row.get("switched"))
-    assert switch["gap"] <= finished.config.gap
-    assert [row["stage"] for row in rows] == [1] * switch["step"] + [2] * (STEPS - switch["step"])
-    # Training steps and paired checks: the sparse mode really computed, on both layers.
-    assert finished.policy.computed["sparse"] >= 2 * (STEPS - switch["step"])
-    assert rows[-1]["dense_loss"] < rows[1]["dense_loss"]
+    assert switch["gap"] <= finished.config.sparsity.goal
+    assert {row["kept"] for row in rows[: switch["step"]]} == {1.0}
+    sparse = [row for row in rows[switch["step"] :] if row["kept"] < 1]
+    assert sparse
+    assert finished.handle.policy.computed["sparse"] >= len(sparse), "the sparse mode really computed"
+    assert rows[-1]["validation"] < rows[3]["validation"]
     assert ("broken.mp4") in [name for name, _ in finished.clips.skipped]
 
 
-def test_profiles_are_written_for_every_layer_and_head(finished: Trainer) -> None:
-    lines = [json.loads(line) for line in (finished.config.out / "profiles.jsonl").read_text().splitlines()]
-    assert lines
-    assert all(len(line["layers"]) == 2 for line in lines)
-    assert all(len(layer["recall_predicted"]) == 2 for line in lines for layer in line["layers"])
+def test_every_decision_is_written_with_what_each_head_keeps(finished: Trainer) -> None:
+    lines = [json.loads(line) for line in (finished.config.out / "plans.jsonl").read_text().splitlines()]
+    plan = next(line for line in lines if line["active"])
+    assert plan["step"] == next(row["step"] for row in history(finished.config.out) if row.get("switched"))
+    assert np.shape(plan["kept"]) == np.shape(plan["pooled"]) == (2, 2)
+    following = history(finished.config.out)[plan["step"]]
+    assert following["kept"] == pytest.approx(np.mean(plan["kept"]))
+
+
+def test_a_fixed_budget_goes_through_sparsify_too(config: TrainConfig) -> None:
+    soon = replace(config.sparsity, tolerance=None, budget=0.25)
+    trainer = Trainer(replace(config, steps=5, sparsity=soon))
+    rows = trainer.fit()
+    assert [row["kept"] for row in rows] == [1.0, 1.0, 1.0, 0.25, 0.25]
+    assert torch.equal(trainer.handle.policy.budgets[0], torch.full((2,), 0.25))
 
 
 RUN = """
@@ -110,9 +124,9 @@ def launch(footage: Path, out: Path, stop: int, mode: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(("stop", "stage"), [(3, 1), (9, 2)])
+@pytest.mark.parametrize(("stop", "sparse"), [(3, False), (9, True)])
 def test_killed_and_resumed_equals_uninterrupted_bit_by_bit(
-    footage: Path, tmp_path: Path, finished: Trainer, stop: int, stage: int
+    footage: Path, tmp_path: Path, finished: Trainer, stop: int, sparse: bool
 ) -> None:
     out = tmp_path / "run"
     process = launch(footage, out, stop, "start")
@@ -122,7 +136,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_by_bit(
             break
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert history(out)[-1]["stage"] == stage
+    assert (history(out)[-1]["kept"] < 1) == sparse
     assert checkpoint.steps(out / "checkpoints")[-1] < stop  # steps after the checkpoint were lost and are redone
     resumed = launch(footage, out, -1, "resume")
     assert resumed.wait(timeout=120) == 0
@@ -140,57 +154,53 @@ def test_predictors_do_not_touch_the_models_training(finished: Trainer, config: 
     assert losses(config.out) == losses(finished.config.out)[:4]
 
 
-def test_random_control_keeps_as_many_tiles(config: TrainConfig) -> None:
-    first = Trainer(config)
-    first.fit()
-    control = Trainer(replace(config, control=True))
-    control.resume()
-    control.validate("random")
-    assert control.policy.computed["random"] == 2 * len(control.validation)
-    layer, q = recorded_layer(control)
-    with control.policy.using("random"):
-        random = control.policy.selection(layer, q, q)
-    with control.policy.using("sparse"):
-        chosen = control.policy.selection(layer, q, q)
-    assert torch.equal(random.to_dense().sum(-1), chosen.to_dense().sum(-1))
-    assert not torch.equal(random.words, chosen.words)
-
-
-def recorded_layer(trainer: Trainer):
-    """A layer and its queries, as the model hands them to the policy."""
-    seen = []
-
-    def spy(layer, q, k, v):
-        seen.append((layer, q.detach()))
-        return v
-
-    trainer.model.policy, kept = spy, trainer.model.policy
-    with torch.no_grad():
-        trainer.model(trainer.validation[0].clips, trainer.validation[0].sigma)
-    trainer.model.policy = kept
-    return seen[0]
-
-
-def test_ctrl_c_saves_and_stops(config: TrainConfig) -> None:
-    def press(row: dict) -> None:
-        if row["step"] == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)
-
-    trainer = Trainer(config, on_step=press)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["step", "validation", "save"])
+def test_signals_save_and_stop(config: TrainConfig, monkeypatch, number: int, where: str) -> None:
+    """Ctrl-C, or the SIGTERM of a scheduler, whatever the run is doing."""
+    press = partial(os.kill, os.getpid(), number)
+    trainer = Trainer(replace(config, steps=6, validation_clips=2))
+    if where == "step":
+        trainer.on_step = lambda row: press() if row["step"] == 4 else None
+    elif where == "validation":
+        monkeypatch.setattr(loop, "loss", pressing(loop.loss, press, 5))  # four steps, then the first validation
+    else:
+        monkeypatch.setattr(checkpoint, "_flush", pressing(checkpoint._flush, press, 2))
     trainer.fit()
-    assert trainer.interrupted
-    assert checkpoint.steps(config.out / "checkpoints")[-1] == trainer.step == 3
+    assert trainer.interrupted == number
+    assert checkpoint.steps(config.out / "checkpoints")[-1] == trainer.step == 4
+    assert ("validation" in history(config.out)[-1]) == (where != "validation")
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+
+
+def pressing(function: Callable, press: Callable, call: int) -> Callable:
+    """`function`, with a signal during its n-th call."""
+    calls = count(1)
+
+    def wrapped(*arguments):
+        if next(calls) == call:
+            press()
+        return function(*arguments)
+
+    return wrapped
+
+
+def test_fit_runs_in_a_thread_and_is_stopped_from_outside(config: TrainConfig) -> None:
+    trainer = Trainer(config)
+    trainer.on_step = lambda row: trainer.stop() if row["step"] == 3 else None
+    with ThreadPoolExecutor(1) as pool:
+        assert len(pool.submit(trainer.fit).result()) == 3
+    assert checkpoint.steps(config.out / "checkpoints")[-1] == 3
 
 
 def test_weights_and_predictor_files_generate_what_the_run_would(finished: Trainer) -> None:
     model, about = load_model(finished.config.out / "model.safetensors")
     assert about["step"] == STEPS
-    model.policy = load_predictor(finished.config.out / "predictor.safetensors", model.config)
+    make_sparse(model, finished.config.out / "sparse")
     batch = finished.validation[0]
     kept = {name: weight.clone() for name, weight in finished.model.named_parameters()}
     finished.model.load_state_dict(finished.ema)
-    with torch.no_grad(), finished.policy.using("sparse"):
+    with torch.no_grad(), finished.handle.policy.using("sparse"):
         assert torch.equal(model(batch.clips, batch.sigma), finished.model(batch.clips, batch.sigma))
     finished.model.load_state_dict(kept)
 
@@ -219,11 +229,12 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"budget": 0.0}, "budget"),
-        ({"periphery": "blur"}, "periphery"),
         ({"height": 30}, "multiples"),
         ({"steps": 0}, "steps"),
+        ({"keep": 0}, "keep"),
         ({"lr": -1.0}, "lr"),
+        ({"sparsity": SparsityConfig(dense_layers=(2,))}, "dense_layers"),
+        ({"unconditional": True, "model": DiTConfig(classes=2)}, "unconditional"),
     ],
 )
 def test_bad_dials_are_refused(config: TrainConfig, change: dict, message: str) -> None:
@@ -231,13 +242,41 @@ def test_bad_dials_are_refused(config: TrainConfig, change: dict, message: str) 
         replace(config, **change)
 
 
-def test_models_that_do_not_fit_the_data_are_refused(config: TrainConfig) -> None:
-    with pytest.raises(ValueError, match="class folders"):
-        Trainer(replace(config, model=DiTConfig(width=64, depth=2, heads=2, classes=5)))
-    with pytest.raises(ValueError, match="--text-encoder"):
-        Trainer(replace(config, model=DiTConfig(width=64, depth=2, heads=2, text_dim=5)))
-    with pytest.raises(ValueError, match="another shape"):
-        Trainer(replace(config, start_from=recipes.CHECKPOINT))
+def test_models_and_data_that_do_not_fit_are_refused_with_the_way_out(config: TrainConfig, tmp_path: Path) -> None:
+    small = {"width": 64, "depth": 2, "heads": 2}
+    labelled, captioned = (
+        DiTConfig(classes=2, **small),
+        DiTConfig(text_dim=3, **small),
+    )
+    classes, captions = tmp_path / "classes", tmp_path / "captions"
+    for index, file in enumerate(sorted(config.data.glob("stripes*"))):
+        (classes / "ab"[index]).mkdir(parents=True)
+        captions.mkdir(exist_ok=True)
+        shutil.copy(file, classes / "ab"[index])
+        shutil.copy(file, captions)
+    lines = [{"file": file.name, "caption": file.stem} for file in captions.iterdir()]
+    (captions / "captions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = {"": torch.zeros(3), "stripes-0": torch.ones(3), "stripes-1": torch.ones(3)}
+    refused = [
+        ({"model": labelled}, None, "2 classes.*0 class folders"),
+        ({"model": captioned}, None, "no captions.jsonl"),
+        ({"model": captioned, "data": captions}, None, "--text-encoder"),
+        ({"model": captioned, "data": captions}, {"": torch.zeros(3)}, "no embedding of 'stripes-0'"),
+        ({"model": captioned, "data": captions}, dict.fromkeys(text, torch.ones(5)), "5 wide"),
+        ({"data": classes}, None, "--model.classes 2, or --unconditional"),
+        ({"data": captions}, None, "--text-encoder NAME, or --unconditional"),
+        ({"data": captions}, text, "takes no text"),
+        ({"start_from": recipes.CHECKPOINT}, None, "another shape"),
+    ]
+    for change, given, message in refused:
+        with pytest.raises(ValueError, match=message):
+            Trainer(replace(config, **change), text=given)
+    for change, given in (
+        ({"data": classes, "unconditional": True}, None),
+        ({"data": classes, "model": labelled}, None),
+        ({"data": captions, "model": captioned}, text),
+    ):
+        Trainer(replace(config, **change), text=given)
 
 
 def test_learning_rate_warms_up_and_decays(config: TrainConfig) -> None:
@@ -245,3 +284,37 @@ def test_learning_rate_warms_up_and_decays(config: TrainConfig) -> None:
     assert learning_rate(dial, 0) == pytest.approx(0.1)
     assert learning_rate(dial, 10) == pytest.approx(1.0)
     assert learning_rate(dial, 110) == pytest.approx(0.1)
+
+
+def test_averaged_weights_of_a_short_run_are_near_the_last_ones(config: TrainConfig) -> None:
+    """At a fixed 0.999 they would still be the first ones."""
+    trainer = Trainer(replace(config, sparse=False, steps=8, ema=0.999))
+    first = {name: weight.clone() for name, weight in trainer.ema.items()}
+    trainer.fit()
+    moved, left = (
+        sum((trainer.ema[name] - other[name]).square().sum() for name in first).sqrt()
+        for other in (first, dict(trainer.model.named_parameters()))
+    )
+    assert left < moved / 2
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_last_good_checkpoint(config: TrainConfig, monkeypatch) -> None:
+    real, calls = loop.loss, count(1)
+    monkeypatch.setattr(loop, "loss", lambda *given: real(*given) * (float("inf") if next(calls) == 4 else 1))
+    trainer = Trainer(replace(config, sparse=False))
+    with pytest.raises(FloatingPointError, match=r"step 4; .*step-000002.*--allow-change lr"):
+        trainer.fit()
+    assert checkpoint.steps(config.out / "checkpoints") == [2]
+
+
+def test_samples_and_events_are_written_where_asked_for(config: TrainConfig) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    Trainer(replace(config, steps=4, sample_every=4, tensorboard=True)).fit()
+    with av.open(str(config.out / "samples" / "step-000004.mp4")) as clip:
+        frames = [frame.to_ndarray(format="rgb24") for frame in clip.decode(video=0)]
+    assert np.shape(frames) == (8, 32, 3 * 32, 3)  # held out, restored, generated
+    events = EventAccumulator(str(config.out / "events"))
+    events.Reload()
+    seen = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert seen == [(row["step"], pytest.approx(row["loss"])) for row in history(config.out)]

@@ -12,51 +12,54 @@ TOLERANCE = 0.005
 
 @dataclass(frozen=True, kw_only=True)
 class SparsityConfig:
-    """How `sparsify` decides. All steps are training steps of the optimiser.
-
-    Give one of (neither: tolerance 0.005):
-    tolerance: allowed relative increase of the loss through sparse attention, measured in pairs.
-    budget: a fixed kept fraction of the key tiles in (0, 1], one or one per head; nothing is decided by the loss.
-
-    dense_layers: layers that stay dense whatever is measured; DSV keeps the first and the last (its section 4).
-    periphery: what unselected tiles do: `drop`, `pool`, or `auto`, each head's cheaper one at equal error.
-    rule: `error`, or `dsv`, DSV's own (arXiv 2502.07590): per head the smallest budget that holds `dsv_mass` of the
-        attention mass, dropped periphery, and a layer is sparse where its mean budget is at most `dsv_threshold`.
-    query_tile: tokens of a tile, of queries and of keys, 64 or 128; by default the one that the saved costs of the
-        model's device say is faster at equal recall: 128 where flash-attn-4 is installed, 64 elsewhere.
-    warmup: dense steps before anything is decided; predictors learn in them, from `learn_from` on beyond closed form.
-    often, rare: steps between measurements: `often` at first and while things change, up to `rare` when settled.
-    teach_every: steps between two lessons of the predictors, after the warm-up. These three are found from the saved
-        costs where they are not given: lessons and measurements then take at most 5 % of the step time (cadence.py).
-    pairs: consecutive steps whose paired losses make one measurement.
-    shift: how much a change of the output counts where the loss does not show it, 0 ... 1 (sparsity/pairs.py). A model
-        in sparse training bends to its own pattern; at 0 its loss alone is asked, which soon says that all is well.
-    loss_weight: w of a loss w * mean((y - target)^2), where it is no simple number: those are found (pairs.py).
-    training_free_steps: inference on an untouched model: so many denoising steps run dense and teach, then `budget`.
-    force: sparse even where the saved costs say that dense is faster.
-    """
+    """How `sparsify` decides. All steps are training steps of the optimiser. Give a tolerance or a budget, not both."""
 
     tolerance: float | None = None
+    """Allowed relative increase of the loss through sparse attention, measured in pairs; 0.005 without a budget."""
     budget: float | Sequence[float] | None = None
+    """Kept fraction of the key tiles in (0, 1], one or one per head; then nothing is decided by the loss."""
     dense_layers: Sequence[int] = ()
+    """Layers that stay dense whatever is measured; DSV keeps the first and the last (its section 4)."""
     periphery: Literal["auto", "drop", "pool"] = "auto"
+    """What unselected tiles do: drop, pool, or auto, each head's cheaper one at equal error."""
     rank: int = 16
+    """Rank of the predictors."""
     query_tile: int | None = None
+    """Tokens of a tile, of queries and of keys, 64 or 128. By default the one that the saved costs of the model's
+    device say is faster at equal recall: 128 where flash-attn-4 is installed, 64 elsewhere."""
     rule: Literal["error", "dsv"] = "error"
+    """How budgets are found: by error, or by dsv, DSV's own rule (arXiv 2502.07590): per head the smallest budget that
+    holds `dsv_mass` of the attention mass, dropped periphery, layers sparse up to a mean budget of `dsv_threshold`."""
     dsv_mass: float = 0.9
+    """Attention mass that rule dsv keeps."""
     dsv_threshold: float = 0.3
+    """Largest mean budget of a layer that rule dsv makes sparse."""
     warmup: int = 100
+    """Dense steps before anything is decided; predictors learn in them."""
     learn_from: int = 20
+    """Steps whose queries and keys give the predictors their closed form; they are fine-tuned on all that follow."""
     often: int | None = None
+    """Steps between measurements at first and while things change. `often`, `rare` and `teach_every` are found from the
+    saved costs where they are not given: lessons and measurements then take at most 5 % of the step time."""
     rare: int | None = None
+    """Steps between measurements when things are settled."""
     pairs: int = 2
+    """Consecutive steps whose paired losses make one measurement."""
     teach_every: int | None = None
+    """Steps between two lessons of the predictors, after the warm-up."""
     shift: float = 1.0
+    """How much a change of the output counts where the loss does not show it, 0 ... 1 (sparsity/pairs.py). A model in
+    sparse training bends to its own pattern; at 0 its loss alone is asked, which soon says that all is well."""
     loss_weight: float | None = None
+    """The w of a loss w * mean((y - target)^2), where it is no simple number: those are found (pairs.py)."""
     training_free_steps: int = 0
+    """For inference on an untouched model: so many denoising steps run dense and teach, then `budget` holds."""
     force: bool = False
+    """Go sparse even where the saved costs say that dense is faster."""
     seed: int = 0
+    """Seed of what lessons and profiles draw."""
     backend: str = "auto"
+    """Backend of attention, as in `attend`."""
 
     def __post_init__(self) -> None:
         self._check_goal()

@@ -10,25 +10,25 @@ from rich.text import Text
 from foveate.data import package_clips
 from foveate.training import recipes
 from foveate.training.demo_report import write
-from foveate.training.demo_runs import checks, generate_clips, judge, take_turns, train_three
+from foveate.training.demo_runs import checks, judge, restore, take_turns, train_three
 
 JUDGED_CLIPS = 6
 
 
-def run_demo(out: Path, data: Path | None, generate_steps: int, console: Console) -> int:
+def run_demo(out: Path, data: Path | None, denoise_steps: int, console: Console) -> int:
     """Everything, with a report at `out`/report.html. Returns 1 where a check fails, after saying which."""
     began = time.perf_counter()
     config = recipes.demo(package_clips() if data is None else data, out)
     runs = train_three(config, console)
-    clips = {}
+    timings, restored = [], None
     if len(runs) == 3:
-        with console.status("judging the runs, generating clips"):
+        with console.status("judging the runs on held-out clips"):
             runs = judge(runs, JUDGED_CLIPS)
-            clips = generate_clips(runs, generate_steps)
-        with console.status("timing steps, sparse and dense in turns"):
-            runs = take_turns(runs)
-    verdicts = checks(runs)
-    page = write(out / "report.html", runs, clips, verdicts, time.perf_counter() - began)
+            restored = restore(runs, denoise_steps)
+        with console.status("timing steps on longer and longer clips, sparse and dense in turns"):
+            timings = take_turns(runs[0])
+    verdicts = checks(runs, timings)
+    page = write(out / "report.html", runs, timings, restored, verdicts, time.perf_counter() - began)
     table = Table("check", "", "measured")
     for check in verdicts:
         table.add_row(check.name, Text("passed", "green") if check.passed else Text("failed", "red"), check.detail)

@@ -16,13 +16,12 @@ from foveate.held.config import ReuseConfig
 from foveate.held.handle import reuse as reuse_states
 from foveate.models.dit import DiTConfig, VideoDiT
 from foveate.sample import generate
-from foveate.sparsity.policy import Sparse
+from foveate.sparsity.artifact import load_sparse
 from foveate.training import checkpoint
 from foveate.training.flow import stream
+from foveate.training.folder import SPARSE
 from foveate.training.machine import pick_device
 from foveate.training.recipes import CHECKPOINT
-
-PREDICTOR = "predictor.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,7 @@ class GenerateConfig:
     model: Path = CHECKPOINT
     """Weights file that `foveate train` wrote; the demo's by default."""
     attention: Literal["dense", "sparse"] = "dense"
-    """Compute all of the attention, or what the predictor.safetensors beside the model chooses."""
+    """Compute all of the attention, or what the folder `sparse` beside the model says."""
     steps: int = 30
     """Denoising steps."""
     seed: int = 0
@@ -82,19 +81,11 @@ def load_model(path: Path, device: str = "cpu") -> tuple[VideoDiT, dict]:
     return model.eval().requires_grad_(False).to(device), about
 
 
-def load_predictor(path: Path, config: DiTConfig, device: str = "cpu") -> Sparse:
-    """The sparse policy of the predictor file beside a weights file, in mode `sparse`."""
-    if not path.is_file():
-        raise ValueError(
-            f"sparse attention needs {path}, which sparse training writes; use --attention dense without it"
-        )
-    state, about = checkpoint.load_weights(path)
-    dense_layers = about.pop("dense_layers")
-    policy = Sparse(config.depth, config.heads, config.head_dim, device=device, **about)
-    policy.load_state_dict({name: tensor.to(device) for name, tensor in state.items()})
-    policy.sparse_layers = [index not in dense_layers for index in range(config.depth)]
-    policy.mode = "sparse"
-    return policy
+def make_sparse(model: VideoDiT, folder: Path) -> None:
+    """Attention as training left it. ValueError where it left no sparse one beside the model."""
+    if not folder.is_dir():
+        raise ValueError(f"sparse attention needs {folder}, which sparse training writes; use --attention dense")
+    load_sparse(model, folder)
 
 
 def condition(config: GenerateConfig, model: DiTConfig) -> Tensor | None:
@@ -163,7 +154,7 @@ def generate_file(out: Path, config: GenerateConfig, console: Console, *, overwr
     model, about = load_model(config.model, device)
     given = condition(config, model.config)
     if config.attention == "sparse":
-        model.policy = load_predictor(config.model.parent / PREDICTOR, model.config, device)
+        make_sparse(model, config.model.parent / SPARSE)
     size = about["clip"]
     shape = (1, model.config.channels, size["frames"], size["height"], size["width"])
     noise = torch.randn(shape, generator=stream(config.seed)).to(device)

@@ -1,43 +1,50 @@
-"""Two-stage training of a video DiT (DSV, arXiv 2502.07590): dense while predictors learn, then sparse.
+"""The training loop: dense at first, sparse where `sparsify` finds that it costs no more than its tolerance.
 
-Everything random in a step is a function of (seed, step, rank), so a run that was killed and resumed is the run that
-was not: a checkpoint holds weights, EMA, optimiser, predictors and a step number. Not covered here: several GPUs.
+What the loop adds to the user's two lines (`sparsify`, `handle.step`) is a run that can be stopped at any moment and
+goes on bit for bit on the CPU: everything random in a step is a function of (seed, step), and a checkpoint holds
+weights, EMA, optimiser, sparsify's state and a step number. Not covered here: several GPUs.
 """
 
 import json
 import logging
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from foveate import costs
 from foveate.data import Clips
 from foveate.data.captions import CAPTIONS
 from foveate.data.folder import read
 from foveate.models.dit import VideoDiT
-from foveate.sparsity.policy import Sparse
-from foveate.training import checkpoint
+from foveate.sparsity.handle import Handle, sparsify
+from foveate.training import checkpoint, folder
 from foveate.training.flow import Batch, Batches, Conditions, fixed_batches, loss
-from foveate.training.machine import pick_device
-from foveate.training.recipes import TrainConfig
+from foveate.training.machine import pick_device, refuse_many_processes
+from foveate.training.recipes import TrainConfig, as_json
+from foveate.training.record import Events, measured, sample
+from foveate.training.text import embed_captions
 
 log = logging.getLogger("foveate")
+
+STATES = 4  # numbers of a checkpoint for each weight: weight, EMA, two moments
 
 
 class Trainer:
     """One run. `fit()` trains to the end of the recipe; `resume()` before it takes up the newest checkpoint.
 
-    on_step is given each finished row of the history: step, stage, loss, seconds, tokens a second, budget, learning
-    rate, and at a check the paired gap. text: from caption to embedding (text_dim,), for models that take one.
+    on_step is given each finished row of the history: step, loss, gradient norm, seconds, tokens a second, kept share
+    of the tiles (1 is dense), learning rate, and where they were measured `gap` and `reason` (sparsify's) and
+    `validation`. text: from caption to embedding (text_dim,), instead of config.text_encoder. `stop()` ends `fit` after
+    the step, as Ctrl-C and SIGTERM do; `interrupted` is then the signal's number. Raises ValueError where model and
+    data do not fit each other, or config.out cannot be written.
     """
 
     def __init__(
@@ -48,9 +55,11 @@ class Trainer:
         on_step: Callable[[dict], None] = lambda row: None,
     ):
         self.config, self.on_step = config, on_step
+        refuse_many_processes("train")
         self.device = torch.device(pick_device(config.device))
+        folder.check(config.out, overwrite=True)
         self.clips, held_out = (open_clips(config, split) for split in ("train", "val"))
-        conditions = choose_conditions(config, len(self.clips.classes), text)
+        conditions = choose_conditions(config, self.clips, held_out, text)
         self.validation = [
             batch.to(self.device) for batch in fixed_batches(held_out, config.validation_clips, conditions=conditions)
         ]
@@ -60,9 +69,12 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay, fused=True
         )
-        self.policy = self._policy()
-        self.step, self.stage = 0, 1
-        self.interrupted = False
+        self._scalars: dict[str, float] = {}
+        self.handle: Handle | None = None
+        if config.sparse:
+            self.handle = sparsify(self.model, config.sparsity, log=self._note)
+        self.step, self.interrupted = 0, 0
+        self._goes_on = False
 
     def _model(self) -> VideoDiT:
         torch.manual_seed(self.config.seed)
@@ -77,141 +89,154 @@ class Trainer:
             model.load_state_dict(weights)
         return model.to(self.device)
 
-    def _policy(self) -> Sparse:
-        config, shape = self.config, self.config.model
-        policy = Sparse(
-            shape.depth,
-            shape.heads,
-            shape.head_dim,
-            budget=config.budget,
-            periphery=config.periphery,
-            rank=config.rank,
-            start=config.learn_from,
-            rows=config.learn_rows,
-            lr=config.learn_lr,
-            seed=config.seed,
-            device=self.device,
-            query_tile=costs.here(self.device).tile,
-        )
-        policy.sparse_layers = [index not in config.dense_layers for index in range(shape.depth)]
-        self.model.policy = policy
-        return policy
+    def fit(self, *, overwrite: bool = False) -> list[dict]:
+        """Train to the last step. Ctrl-C and SIGTERM finish the step, save and return. Returns the history so far.
 
-    def fit(self) -> list[dict]:
-        """Train to the last step. Ctrl-C finishes the step, saves and returns. Returns the history so far."""
-        config = self.config
-        config.out.mkdir(parents=True, exist_ok=True)
-        (config.out / "config.json").write_text(json.dumps(asdict(config), indent=1, default=str))
-        history = self._history()
-        with self._ctrl_c(), (config.out / "history.jsonl").open("a") as file:
-            for batch in self.batches.loader(range(self.step, config.steps), config.workers):
-                row = self.train_step(batch.to(self.device))
-                if self.step % config.check_every == 0:
-                    self._measure(row)
-                history.append(row)
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-                self.on_step(row)
-                if "switched" in row:  # kept for good: where twins and second thoughts start from
-                    self.save("switch")
-                if self.interrupted or self.step % config.checkpoint_every == 0 or self.step == config.steps:
-                    self.save()
-                if self.interrupted:
-                    break
+        overwrite: remove a run that config.out holds; otherwise such a folder raises ValueError. Raises
+        FloatingPointError where the loss or its gradient is not finite, OSError where a checkpoint cannot be written.
+        """
+        config, out = self.config, self.config.out
+        self._check(overwrite)
+        with folder.claimed(out, overwrite=overwrite), self._signals():
+            (out / folder.CONFIG).write_text(json.dumps(config.to_dict(), indent=1))
+            history = folder.rows(out / folder.HISTORY)
+            with (out / folder.HISTORY).open("a") as file, Events(config, self.step) as events:
+                for row in self._rows():
+                    history.append(row)
+                    file.write(json.dumps(row) + "\n")
+                    file.flush()
+                    events.write(row)
+                    self.on_step(row)
+                    if "switched" in row:  # kept for good: where twins and second thoughts start from
+                        self.save(folder.SWITCH)
+                    if self.interrupted or self.step % config.checkpoint_every == 0 or self.step == config.steps:
+                        self.save()
         return history
+
+    def stop(self) -> None:
+        """End `fit` after the step that runs now, and save: for other threads and for `on_step`."""
+        self.interrupted = self.interrupted or signal.SIGINT
+
+    def _check(self, overwrite: bool) -> None:
+        weights = sum(weight.nbytes for weight in self.ema.values())
+        need = STATES * weights * (self.config.keep + 2)
+        folder.check(self.config.out, resume=self._goes_on, overwrite=overwrite, need=need)
+
+    def _rows(self) -> Iterator[dict]:
+        """Steps to the end, or to an interruption, each as its row of the history."""
+        config, workers = self.config, self.config.workers
+        batches = iter(self.batches.loader(range(self.step, config.steps), workers))
+        while self.step < config.steps and not self.interrupted:
+            try:
+                batch = next(batches)
+            except RuntimeError:  # a signal to all processes ends the workers too
+                if not self.interrupted:
+                    raise
+                self.save()
+                return
+            row = self.train_step(batch.to(self.device))
+            if self.step % config.validate_every == 0:
+                self._validate_into(row)
+            if config.sample_every and self.step % config.sample_every == 0 and not self.interrupted:
+                sample(self)
+            yield row
 
     def train_step(self, batch: Batch) -> dict:
         """One step, on a batch of this device; its row of the history."""
         began = time.perf_counter()
-        config, policy = self.config, self.policy
-        policy.step = self.step
-        mode = "dense" if self.stage == 1 else "random" if config.control else "sparse"
+        config = self.config
+        kept = self.kept  # of this step: what sparsify decides below holds from the next one on
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
-        learning = config.sparse and not config.control and (self.stage == 1 or self.step % config.learn_every == 0)
-        with policy.using(mode, learning=learning), self._precision():
+        with self._precision():
             value = loss(self.model, batch)
         value.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        torch._foreach_lerp_(list(self.ema.values()), list(self.model.parameters()), 1 - config.ema)
+        decay = min(config.ema, (1 + self.step) / (10 + self.step))
+        torch._foreach_lerp_(list(self.ema.values()), list(self.model.parameters()), 1 - decay)
         self.step += 1
-        number = value.item()  # waits for the device, so the time below is the step's
-        if not math.isfinite(number):
-            raise FloatingPointError(f"the loss is {number} at step {self.step}; lower --lr or resume an earlier step")
+        numbers = torch.stack([value.detach(), norm]).tolist()  # waits for the device, so the time below is the step's
+        self._finite(*numbers)
         seconds = time.perf_counter() - began
         tokens = len(batch.clips) * config.model.grid(*batch.clips.shape[2:]).tokens
         return {
-            "step": self.step, "stage": self.stage, "loss": number, "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "budget": config.budget if self.stage == 2 else 1.0, "lr": self.optimizer.param_groups[0]["lr"],
+            "step": self.step, "loss": numbers[0], "norm": numbers[1], "seconds": seconds,
+            "tokens_per_second": tokens / seconds, "kept": kept, "lr": self.optimizer.param_groups[0]["lr"],
+            **self._sparsify(value.detach()),
         }  # fmt: skip
 
-    def validate(self, mode: str, batches: Sequence[Batch] | None = None) -> float:
-        """Mean loss over fixed batches (the run's own validation by default), with attention in that mode."""
-        self.policy.step = 0  # the random control then draws the same tiles at every validation
-        with torch.no_grad(), self.policy.using(mode), self._precision():
-            losses = [loss(self.model, batch.to(self.device)) for batch in batches or self.validation]
+    @property
+    def kept(self) -> float:
+        """Share of the tiles that attention computes now, mean over heads and layers; 1 is dense."""
+        plan = self.handle.decision.plan if self.handle is not None and self.handle.decision.active else None
+        return 1.0 if plan is None else plan.kept
+
+    def _sparsify(self, value: Tensor) -> dict[str, Any]:
+        """sparsify's step after the optimiser's, and what it measured and decided, if it did."""
+        if self.handle is None:
+            return {}
+        before, self._scalars = self.handle.decision, {}
+        self.handle.step(loss=value)
+        if not self._scalars:
+            return {}
+        with (self.config.out / folder.PLANS).open("a") as file:
+            file.write(json.dumps({"step": self.step, **measured(self.handle)}) + "\n")
+        now = self.handle.decision
+        found: dict[str, Any] = {"gap": self._scalars["gap"]} if "gap" in self._scalars else {}
+        if now is not before:
+            found["reason"] = now.reason
+        if now.active and not before.active:
+            found["switched"] = True
+        return found
+
+    def _note(self, name: str, value: float, step: int) -> None:
+        self._scalars[name.removeprefix("foveate/")] = value
+
+    def _finite(self, value: float, norm: float) -> None:
+        if math.isfinite(value) and math.isfinite(norm):
+            return
+        what = f"the loss is {value}" if not math.isfinite(value) else f"the loss is {value}, its gradient {norm}"
+        known = checkpoint.last(self.config.out / folder.CHECKPOINTS)
+        raise FloatingPointError(
+            f"{what} at step {self.step}; {known}. Go on from it with a lower rate: --resume --lr ... --allow-change lr"
+        )
+
+    def validate(self, batches: Sequence[Batch] | None = None) -> float:
+        """Mean loss over fixed batches (the run's own validation by default), with attention as it is now."""
+        losses = []
+        self.model.eval()  # sparsify then knows that this is no training
+        with torch.no_grad(), self._precision():
+            for batch in batches or self.validation:
+                losses.append(loss(self.model, batch.to(self.device)))
+                if self.interrupted:
+                    break
+        self.model.train()
         return torch.stack(losses).mean().item()
 
-    def _measure(self, row: dict) -> None:
-        """Paired validation losses, the profile of every layer, and the decision to switch, into the row."""
-        dense = self.validate("dense")
-        row["dense_loss"] = dense
-        if not (self.config.sparse and self.policy.ready):
-            return
-        sparse = self.validate("random" if self.config.control else "sparse")
-        row.update(sparse_loss=sparse, gap=sparse / dense - 1)
-        self._profile()
-        ready = self.stage == 1 and self.step >= self.config.stage1 and row["gap"] <= self.config.gap
-        if ready and (self.config.force or self._pays):
-            self.stage = 2
-            row["switched"] = True
+    def _validate_into(self, row: dict) -> None:
+        found = self.validate()
+        if not self.interrupted:  # otherwise it is of a part of the clips
+            row["validation"] = found
 
-    @cached_property
-    def _pays(self) -> bool:
-        """Whether sparse attention is the faster one at this length and budget, by the saved cost table."""
-        config, model = self.config, self.config.model
-        prices = costs.here(self.device)
-        shape = model.grid(config.frames, config.height, config.width).tokens, model.heads, model.head_dim
-        sparse = prices.sparse(*shape, config.budget, pooled=float(config.periphery == "pool"))
-        dense = prices.dense(*shape)
-        if sparse >= dense:
-            log.warning(
-                f"training stays dense: at {shape[0]} tokens and {config.budget:.0%} kept a layer's sparse attention "
-                f"takes {sparse:.3g} ms, dense {dense:.3g} ({prices.source}); --force goes sparse all the same"
-            )
-        return sparse < dense
-
-    def _profile(self) -> None:
-        """One line of profiles.jsonl: recall and error of every layer and head on the middle validation batch."""
-        batch = self.validation[len(self.validation) // 2]
-        with torch.no_grad(), self.policy.using("dense"), self.policy.profiling() as found, self._precision():
-            loss(self.model, batch)
-        layers = [
-            {k: v.tolist() for k, v in vars(found[index]).items() if isinstance(v, Tensor)} for index in sorted(found)
-        ]
-        with (self.config.out / "profiles.jsonl").open("a") as file:
-            file.write(json.dumps({"step": self.step, "layers": layers}) + "\n")
-
-    def save(self, folder: str = "checkpoints") -> None:
+    def save(self, name: str = folder.CHECKPOINTS) -> None:
         """Write a checkpoint of this step, and `model.safetensors` of the EMA weights, to generate from."""
-        model = dict(self.model.named_parameters())
+        config, model = self.config, dict(self.model.named_parameters())
         optimizer = {
             f"{name}.{key}": torch.as_tensor(value)
             for name, weight in model.items()
             for key, value in self.optimizer.state[weight].items()
         }
-        parts = {"model": model, "ema": self.ema, "optimizer": optimizer, "policy": self.policy.state_dict()}
-        state = {"step": self.step, "stage": self.stage, "model": self.config.model.to_dict()}
-        checkpoint.save(self.config.out / folder, self.step, parts, state)
-        checkpoint.save_weights(self.config.out / "model.safetensors", self.ema, self.about())
-        if self.policy.ready:
-            about = {name: getattr(self.config, name) for name in ("budget", "periphery", "rank")}
-            about["dense_layers"] = list(self.config.dense_layers)
-            about["start"] = self.config.learn_from  # from which observation on there is a predictor
-            checkpoint.save_weights(self.config.out / "predictor.safetensors", self.policy.state_dict(), about)
+        parts, state = {"model": model, "ema": self.ema, "optimizer": optimizer}, {"step": self.step}
+        state["model"] = config.model.to_dict()
+        if self.handle is not None:
+            parts["sparsity"], state["sparsity"] = checkpoint.split(self.handle.state_dict())
+        keep = config.keep if name == folder.CHECKPOINTS else 1
+        checkpoint.save(config.out / name, self.step, parts, state, keep=keep)
+        checkpoint.save_weights(config.out / folder.WEIGHTS, self.ema, self.about())
+        if self.handle is not None and self.handle.decision.active:
+            self.handle.save(config.out / folder.SPARSE)
 
     def about(self) -> dict:
         """What a weights file says of itself."""
@@ -219,9 +244,25 @@ class Trainer:
         sizes = {"frames": config.frames, "height": config.height, "width": config.width}
         return {"model": config.model.to_dict(), "step": self.step, "clip": sizes, "data": config.data.name}
 
-    def resume(self, step: int | None = None) -> None:
-        """Take up checkpoint `step` of this run, the newest by default; history after it is dropped."""
-        parts, state = checkpoint.load(self.config.out / "checkpoints", step)
+    def resume(self, step: int | None = None, *, allow: Sequence[str] = ()) -> None:
+        """Take up checkpoint `step` of this run, the newest by default; history after it is dropped.
+
+        ValueError where the run was begun with another configuration, unless only those dials differ that may change
+        (such as steps) or that `allow` names.
+        """
+        out = self.config.out
+        for line in folder.changes(self.config, allow):
+            log.info("resumed with a change, %s", line)
+        self.load(out / folder.CHECKPOINTS, step)
+        for name in (folder.HISTORY, folder.PLANS):
+            folder.keep_until(out / name, self.step)
+        for name in checkpoint.set_aside(out / folder.CHECKPOINTS, self.step):
+            log.warning("%s: the run now goes on from step %d; remove it if it is not wanted", name, self.step)
+        self._goes_on = True
+
+    def load(self, root: Path, step: int | None = None) -> None:
+        """Take up a checkpoint of any run of this model, from the folder that holds its checkpoints."""
+        parts, state = checkpoint.load(root, step)
         if state["model"] != as_json(self.config.model.to_dict()):
             raise ValueError(f"the checkpoint holds a model of another shape, {state['model']}")
         self.model.load_state_dict(parts["model"])
@@ -231,32 +272,28 @@ class Trainer:
                 k.removeprefix(f"{name}."): v for k, v in parts["optimizer"].items() if k.rpartition(".")[0] == name
             }
             self.optimizer.state[weight] = {k: v if k == "step" else v.to(self.device) for k, v in found.items()}
-        self.policy.load_state_dict(parts["policy"])
-        # A dense run stays dense, also one that goes on from a sparse run's switch.
-        self.step, self.stage = state["step"], state["stage"] if self.config.sparse else 1
-        for name in ("history.jsonl", "profiles.jsonl"):
-            keep_until(self.config.out / name, self.step)
-
-    def _history(self) -> list[dict]:
-        file = self.config.out / "history.jsonl"
-        if self.step == 0:
-            for name in ("history.jsonl", "profiles.jsonl"):
-                (self.config.out / name).unlink(missing_ok=True)
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        if self.handle is not None and "sparsity" in state:
+            self.handle.load_state_dict(checkpoint.join(parts["sparsity"], state["sparsity"]))
+        self.step = state["step"]
 
     @contextmanager
-    def _ctrl_c(self) -> Iterator[None]:
-        """The first Ctrl-C lets the step finish and saves; a second one stops at once."""
+    def _signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM lets the step finish and saves; a second one does what it did before."""
+        if threading.current_thread() is not threading.main_thread():
+            log.info("training runs outside the main thread: signals are the caller's, who may call stop()")
+            yield
+            return
 
         def note(number: int, frame: object) -> None:
-            self.interrupted = True
-            signal.signal(signal.SIGINT, before)
+            self.interrupted = number
+            signal.signal(number, before[signal.Signals(number)])
 
-        before = signal.signal(signal.SIGINT, note)
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _precision(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
@@ -269,7 +306,7 @@ def open_clips(config: TrainConfig, split: Literal["train", "val"]) -> Clips:
     )
     apart = config.validation
     inside = config.out.resolve().is_relative_to(config.data.resolve())  # a run's own files are no clips
-    leave_out = [folder for folder in (apart, config.out if inside else None) if folder is not None]
+    leave_out = [place for place in (apart, config.out if inside else None) if place is not None]
     if apart is None or split == "train":
         fraction = config.val_fraction if apart is None else 0.0
         return open_(
@@ -282,29 +319,45 @@ def open_clips(config: TrainConfig, split: Literal["train", "val"]) -> Clips:
     return open_(apart, split="all", classes=training.classes or None)
 
 
-def choose_conditions(config: TrainConfig, classes: int, text: Mapping[str, Tensor] | None) -> Conditions:
+def choose_conditions(
+    config: TrainConfig, clips: Clips, held_out: Clips, text: Mapping[str, Tensor] | None
+) -> Conditions:
     """What the model is told about a clip. ValueError where model and data do not fit each other."""
-    if config.model.classes:
-        if config.model.classes != classes:
-            raise ValueError(f"the model has {config.model.classes} classes, {config.data} has {classes} class folders")
+    model, classes = config.model, clips.classes
+    captions = {clip.caption for part in (clips, held_out) for clip in part.clips if clip.caption}
+    if model.classes:
+        for part, root in ((classes, config.data), (held_out.classes, config.validation or config.data)):
+            if len(part) != model.classes or part != classes:
+                raise ValueError(f"the model has {model.classes} classes, {root} has {len(part)} class folders")
         return "label"
-    if config.model.text_dim:
-        if text is None:
-            raise ValueError("the model takes text embeddings: give --text-encoder, or text= to Trainer")
-        return text
+    if model.text_dim:
+        return _text(config, captions, text)
+    if text is not None or config.text_encoder is not None:
+        raise ValueError("a text encoder was given, but the model takes no text: set --model.text-dim to its width")
+    if (classes or captions) and not config.unconditional:
+        held = f"{len(classes)} class folders" if classes else "captions"
+        way = f"--model.classes {len(classes)}" if classes else "--model.text-dim N --text-encoder NAME"
+        raise ValueError(
+            f"{config.data} has {held}, but the model takes no condition: give {way}, or --unconditional to train "
+            "without them"
+        )
     return "none"
 
 
-def as_json(values: dict) -> dict:
-    """As JSON gives it back: tuples as lists."""
-    return json.loads(json.dumps(values))
-
-
-def keep_until(file: Path, step: int) -> None:
-    """Drop the rows of a JSON-lines file after `step`: they were written, but their checkpoint was not."""
-    if file.exists():
-        rows = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= step]
-        file.write_text("".join(row + "\n" for row in rows))
+def _text(config: TrainConfig, captions: set[str], text: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    if not captions:
+        raise ValueError(f"the model takes text, but {config.data} has no captions.jsonl; leave --model.text-dim out")
+    if text is None:
+        if config.text_encoder is None:
+            raise ValueError("the model takes text embeddings: give --text-encoder, or text= to Trainer")
+        text = embed_captions(captions, config.text_encoder)
+    missing = sorted({"", *captions} - set(text))
+    if missing:
+        raise ValueError(f"text has no embedding of {missing[0]!r} and {len(missing) - 1} more captions")
+    width = len(text[""])
+    if width != config.model.text_dim:
+        raise ValueError(f"the embeddings are {width} wide, the model takes {config.model.text_dim}: --model.text-dim")
+    return text
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -20,12 +20,10 @@ def watch(console: Console, title: str, total: int) -> Iterator[Callable[[dict],
         def show(row: dict) -> None:
             note = describe(row)
             progress.update(task, completed=row["step"], note=note)
-            if "switched" in row:
-                progress.console.print(
-                    f"{title}: step {row['step']}: sparse attention's loss is {100 * row['gap']:+.2f} % of dense "
-                    "attention's, stage 2 begins"
-                )
-            elif not console.is_terminal and (row["step"] % max(1, total // 8) == 0 or row["step"] == total):
+            if "reason" in row:
+                gap = f", its loss is {100 * row['gap']:+.2f} % of dense attention's" if "gap" in row else ""
+                progress.console.print(f"{title}: step {row['step']}: sparse attention: {row['reason']}{gap}")
+            if not console.is_terminal and (row["step"] % max(1, total // 8) == 0 or row["step"] == total):
                 console.print(f"{title}: step {row['step']}/{total} {note}")
 
         yield show
@@ -33,6 +31,6 @@ def watch(console: Console, title: str, total: int) -> Iterator[Callable[[dict],
 
 def describe(row: dict) -> str:
     """One row of the history in words."""
-    budget = "dense" if row["stage"] == 1 else f"{100 * row['budget']:.0f} % of tiles"
-    gap = f", gap {100 * row['gap']:+.2f} %" if "gap" in row else ""
-    return f"stage {row['stage']}, loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s, {budget}{gap}"
+    kept = "dense" if row["kept"] == 1 else f"{100 * row['kept']:.0f} % of the attention"
+    found = f", validation {row['validation']:.4f}" if "validation" in row else ""
+    return f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s, {kept}{found}"

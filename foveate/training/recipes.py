@@ -1,10 +1,14 @@
 """Recipes: named functions that return a complete configuration. One dataclass holds every dial of a run."""
 
-from dataclasses import dataclass, field, replace
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from foveate.models.dit import DiTConfig
+from foveate.sparsity.config import SparsityConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,10 @@ class TrainConfig:
     """Shape of the model."""
     start_from: Path | None = None
     """A weights file to continue from, instead of random weights."""
+    text_encoder: str | None = None
+    """Folder or hub name of the encoder for captions.jsonl, for a model with text_dim."""
+    unconditional: bool = False
+    """Leave classes or captions of the data unused; otherwise a model without a condition refuses such data."""
 
     # Optimisation.
     steps: int = 1000
@@ -55,7 +63,7 @@ class TrainConfig:
     clip: float = 1.0
     """Largest norm of the gradient."""
     ema: float = 0.999
-    """Decay of the averaged weights, which model.safetensors holds."""
+    """Decay of the averaged weights, which model.safetensors holds; (1 + n) / (10 + n) at step n while that is less."""
     seed: int = 0
     """Seed of weights, batches and noise."""
     device: str = "auto"
@@ -63,85 +71,102 @@ class TrainConfig:
     workers: int = 0
     """Processes that prepare batches ahead."""
 
-    # Sparsity: stage 1 is dense while predictors learn, stage 2 computes `budget` of the tiles.
+    # Sparse attention.
     sparse: bool = True
-    """Go sparse when that costs no more than --gap; without it training stays dense."""
-    budget: float = 0.15
-    """Share of the tiles that sparse attention computes."""
-    periphery: Literal["drop", "pool"] = "pool"
-    """What stands for the other tiles: pool (one mean each) or drop (nothing)."""
-    dense_layers: tuple[int, ...] = ()
-    """Layers that stay dense in stage 2, as DSV keeps some."""
-    rank: int = 16
-    """Rank of the predictors."""
-    learn_from: int = 20
-    """Steps whose queries and keys give the predictors their start; they are fine-tuned on all that follow."""
-    learn_every: int = 1
-    """In stage 2 predictors are fine-tuned at every n-th step only."""
-    learn_rows: int = 1
-    """Query tiles a head and step that fine-tune a predictor."""
-    learn_lr: float = 5e-4
-    """Learning rate of the predictors."""
-    gap: float = 0.01
-    """Stage 2 starts when sparse attention's paired validation loss is within this fraction of dense attention's."""
-    stage1: int = 100
-    """Steps before the first attempt to switch."""
-    check_every: int = 50
-    """Steps between attempts, and between profiles."""
-    force: bool = False
-    """Go sparse even where the cost table says that dense attention is faster."""
-    control: bool = False
-    """Choose tiles at random in stage 2: the control that must do worse."""
+    """Let sparsify decide what attention leaves out. Without it training is dense."""
+    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
+    """How sparsify decides."""
 
-    # Keeping.
-    checkpoint_every: int = 50
-    """Steps between checkpoints."""
+    # Looking and keeping.
+    validate_every: int = 200
+    """Steps between validation losses."""
     validation_clips: int = 4
     """Clips that validation is measured on."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints."""
+    keep: int = 2
+    """Checkpoints that are kept, the newest."""
+    sample_every: int = 0
+    """Steps between MP4s of a held-out clip, generated and denoised; 0 writes none."""
+    tensorboard: bool = False
+    """Write TensorBoard events into out/events."""
 
     def __post_init__(self) -> None:
-        counts = ("frames", "height", "width", "stride", "steps", "batch", "rank", "check_every", "checkpoint_every")
+        counts = ("frames", "height", "width", "stride", "steps", "batch", "validate_every", "checkpoint_every", "keep")
         for name in (*counts, "validation_clips"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"val_fraction is the part held out, between 0 and 1, got {self.val_fraction}")
-        if not 0 < self.budget <= 1:
-            raise ValueError(f"budget is the kept fraction of tiles, above 0 and at most 1, got {self.budget}")
-        if not set(self.dense_layers) <= set(range(self.model.depth)):
-            raise ValueError(f"dense_layers must lie in 0 ... {self.model.depth - 1}, got {self.dense_layers}")
-        if self.periphery not in ("drop", "pool"):
-            raise ValueError(f"periphery must be drop or pool, got {self.periphery!r}")
-        if min(self.lr, self.clip, self.gap) <= 0 or not 0 <= self.ema < 1 or not 0 <= self.decay_to <= 1:
-            raise ValueError("lr, clip and gap must be above 0, ema in 0 ... 1 (1 excluded), decay_to in 0 ... 1")
+        for name in ("warmup", "workers", "sample_every", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if min(self.lr, self.clip) <= 0 or not 0 <= self.ema < 1 or not 0 <= self.decay_to <= 1:
+            raise ValueError("lr and clip must be above 0, ema in 0 ... 1 (1 excluded), decay_to in 0 ... 1")
+        if any(index >= self.model.depth for index in self.sparsity.dense_layers):
+            raise ValueError(f"dense_layers must lie in 0 ... {self.model.depth - 1}, got {self.sparsity.dense_layers}")
+        if self.unconditional and (self.model.classes or self.model.text_dim):
+            raise ValueError("unconditional, but the model has classes or text_dim: give one or the other")
         self.model.grid(self.frames, self.height, self.width)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON. Paths are absolute: a run may be resumed from another folder."""
+        return as_json(asdict(self, dict_factory=lambda pairs: {k: _absolute(v) for k, v in pairs}))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "TrainConfig":
+        """Undoes `to_dict`. ValueError for a dial that this version does not know."""
+        unknown = sorted(set(values) - {item.name for item in fields(cls)})
+        if unknown:
+            raise ValueError(f"this version of foveate knows no {', '.join(unknown)}; train anew, or with the version")
+        found: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        for name in ("data", "out", "validation", "start_from"):
+            if found.get(name) is not None:
+                found[name] = Path(found[name])
+        if "model" in found:
+            found["model"] = DiTConfig.from_dict(found["model"])
+        if "sparsity" in found:
+            dials: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found["sparsity"].items()}
+            found["sparsity"] = SparsityConfig(**dials)
+        return cls(**found)
+
+
+def as_json(values: dict) -> dict:
+    """As JSON gives it back: tuples as lists."""
+    return json.loads(json.dumps(values))
+
+
+def _absolute(value: Any) -> Any:
+    return os.path.abspath(value) if isinstance(value, Path) else value
 
 
 def pretrain(data: Path, out: Path) -> TrainConfig:
     """The checkpoint that the demo continues from: dense, on a GPU, minutes. See examples/pretrain_demo.py."""
     return TrainConfig(
         data=data, out=out, exclude=DEMO_EXCLUDE, steps=4241, batch=16, lr=1e-3, warmup=500, decay_to=0.05, ema=0.999,
-        weight_decay=0.01, sparse=False, workers=12, check_every=500, checkpoint_every=1000, validation_clips=6,
+        weight_decay=0.01, sparse=False, workers=12, validate_every=500, checkpoint_every=1000, validation_clips=6,
     )  # fmt: skip
 
 
 def demo(data: Path, out: Path) -> TrainConfig:
     """Two-stage training on two CPU cores, minutes, from the pretrained checkpoint."""
     return TrainConfig(
-        data=data, out=out, exclude=DEMO_EXCLUDE, steps=74, lr=1.5e-5, warmup=10, ema=0.99, start_from=CHECKPOINT,
-        device="cpu",
-        budget=0.16, dense_layers=(4,), rank=24, learn_from=8, learn_every=3, learn_rows=4, learn_lr=2e-3, stage1=12,
-        check_every=12, checkpoint_every=30, validation_clips=2,
+        data=data, out=out, exclude=DEMO_EXCLUDE, steps=60, lr=1.5e-5, warmup=10, ema=0.99, start_from=CHECKPOINT,
+        device="cpu", validate_every=1000, checkpoint_every=1000, validation_clips=2,
+        # Everything comes sooner than in a run of many thousands of steps.
+        sparsity=SparsityConfig(
+            tolerance=0.007, rank=24, warmup=8, learn_from=6, often=3, rare=12, teach_every=3
+        ),
     )  # fmt: skip
 
 
 def smoke(config: TrainConfig) -> TrainConfig:
     """Any recipe shrunk to seconds: for tests and a first look."""
     small = DiTConfig(width=64, depth=2, heads=2)
+    soon = SparsityConfig(tolerance=0.5, warmup=3, learn_from=2, often=1, rare=4, pairs=1, force=True)
     return replace(
-        config, frames=8, height=32, width=32, model=small, start_from=None, steps=12, batch=1, workers=0,
-        dense_layers=(), stage1=4, learn_from=2, check_every=2, checkpoint_every=2, validation_clips=1, budget=0.5,
-        gap=0.5, force=True,
+        config, frames=8, height=32, width=32, model=small, start_from=None, steps=12, batch=1, lr=1e-3, workers=0,
+        sparsity=soon, validate_every=4, checkpoint_every=2, validation_clips=1,
     )  # fmt: skip
 
 

@@ -1,0 +1,85 @@
+"""What a run shows of itself besides its history: TensorBoard events, clips to look at, sparsify's plans.
+
+Shapes: L layers, H heads, C channels, F frames, Y height, X width.
+"""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foveate.data import to_uint8, write_mp4
+from foveate.sample import generate
+from foveate.sparsity.handle import Handle
+from foveate.training.flow import stream
+from foveate.training.recipes import TrainConfig
+
+if TYPE_CHECKING:
+    from foveate.training.loop import Trainer
+
+LEVEL = 0.6  # of noise that a held-out clip is denoised from: enough to be wrong, little enough to be the same clip
+STEPS = 10  # of the denoising
+
+
+class Events:
+    """TensorBoard events of every number in a row, in out/events; nothing where the run did not ask for them."""
+
+    def __init__(self, config: TrainConfig, step: int):
+        self._writer: Any = None
+        if config.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ImportError("TensorBoard events need tensorboard: pip install 'foveate[tensorboard]'") from None
+            self._writer = SummaryWriter(str(config.out / "events"), purge_step=step + 1 if step else None)
+
+    def write(self, row: dict) -> None:
+        if self._writer is not None:
+            for name, value in row.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._writer.add_scalar(f"train/{name}", value, row["step"])
+
+    def __enter__(self) -> "Events":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def denoised(
+    model: torch.nn.Module, clip: Tensor, condition: Tensor | None = None, *, steps: int = STEPS
+) -> tuple[Tensor, Tensor]:
+    """A clip (1, C, F, Y, X) with LEVEL of noise on it, the same every time, and as the model restores it."""
+    noise = torch.randn(clip.shape, generator=stream(6)).to(clip.device)
+    noisy = (1 - LEVEL) * clip + LEVEL * noise
+    before = model.training
+    model.eval()
+    restored = generate(model, noisy, steps=steps, start=LEVEL, condition=condition)
+    model.train(before)
+    return noisy, restored
+
+
+def sample(trainer: "Trainer") -> None:
+    """samples/step-N.mp4: a held-out clip, the same restored from noise, and one generated, side by side."""
+    first = trainer.validation[0]
+    noise = torch.randn(first.clips.shape, generator=stream(7)).to(first.clips.device)
+    _, restored = denoised(trainer.model, first.clips, first.condition)
+    made = generate(trainer.model, noise, steps=STEPS, condition=first.condition)
+    shown = torch.cat([first.clips, restored, made], -1)
+    file = trainer.config.out / "samples" / f"step-{trainer.step:06d}.mp4"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_mp4(file, to_uint8(shown)[0], fps=12)
+
+
+def measured(handle: Handle) -> dict[str, Any]:
+    """For plans.jsonl: whether attention is sparse, why, what every head keeps (L, H), and the error of it."""
+    decision, control = handle.decision, handle.control
+    found: dict[str, Any] = {"active": decision.active, "reason": decision.reason, "gap": control.gap}
+    plan = decision.plan
+    if plan is not None:
+        rows = zip(plan.budgets, plan.sparse, strict=True)
+        found["kept"] = [list(row) if on else [1.0] * len(row) for row, on in rows]
+        found["pooled"] = [list(row) for row in plan.pooled]
+    return found
