@@ -99,8 +99,8 @@ class Probe:
                 )
             elif self.changes <= 0.6 * WINDOW:
                 say_once(
-                    f"the weights changed in {self.changes} of {WINDOW} calls of handle.step(): call it once after "
-                    "each optimiser step, not after every backward; cadences are counted in it"
+                    f"the weights changed in few of {WINDOW} calls of handle.step(): call it once after each optimiser "
+                    "step, not after every backward; cadences are counted in it"
                 )
             self.changes = 0
 
@@ -182,7 +182,7 @@ class Probe:
         updates, backwards = FORGOTTEN
         if self.policy.free_steps or (self.updates < updates and self.backwards < backwards):
             return
-        what = f"{self.updates} optimiser steps" if self.updates >= updates else f"{self.backwards} backwards"
+        what = f"{updates} optimiser steps" if self.updates >= updates else f"{backwards} backwards"
         say_once(
             f"{what} and no handle.step(): call it after each optimiser step, or attention stays as it is now and "
             "nothing more is learned"

@@ -1,0 +1,331 @@
+"""What loops, copies, threads and lengths do to a sparsified model, as its users do it."""
+
+import copy
+import pickle
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from test_handle import FAST, SIZE, clip, make_model, sparse_handle, train
+from torch import Tensor
+
+import foveate as fv
+from foveate.costs import Costs, Machine
+from foveate.models.dit import DiTConfig, VideoDiT
+from foveate.sparsity import cadence, controller, probe
+from foveate.sparsity.config import SparsityConfig
+from foveate.sparsity.handle import Handle, sparsify
+from foveate.sparsity.predictor import Lesson, Predictor
+from foveate.sparsity.profile import profile
+from foveate.tiles import VideoGrid
+
+HALF = torch.tensor([0.5])
+IMAGE = (1, 3, 1, 16, 16)  # 64 tokens beside 512
+
+
+@pytest.fixture(autouse=True)
+def _said_anew() -> None:
+    probe.say_once.cache_clear()
+
+
+def outputs(*models: torch.nn.Module) -> list[Tensor]:
+    with torch.no_grad():
+        return [model.eval()(clip(1), HALF) for model in models]
+
+
+# Lengths
+
+
+def mixed(handle: Handle, model: VideoDiT, steps: int, every: int) -> None:
+    for step in range(steps):
+        size = IMAGE if every and step % every == 0 else SIZE
+        model.zero_grad()
+        (model(clip(step, size), HALF) + clip(step, size)).square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=1e-3).step()
+        handle.step()
+
+
+def test_short_batches_leave_the_decisions_about_long_ones_alone() -> None:
+    """One image in five: the videos are as sparse as without, the images dense, where sparse does not pay for them."""
+    prices, computed = Costs("test", machine=Machine(1e9, 0.05, 1.0, 0.05, 0.1, 0.02, 0.05)), []
+    for every in (0, 5):
+        model = make_model()
+        config = SparsityConfig(tolerance=0.2, **{**FAST, "force": False})
+        handle = sparsify(model, config, costs=prices)
+        mixed(handle, model, 40, every)
+        assert handle.tracks[9].decision.active
+        assert handle.decision == handle.tracks[9].decision
+        before = handle.policy.computed["sparse"]
+        with torch.no_grad():
+            model(clip(0), HALF)
+        computed.append(handle.policy.computed["sparse"] - before)
+        if every:
+            assert handle.tracks[6].profile.steps[0] > 0
+            assert not handle.tracks[6].decision.active
+            assert "tokens" in str(handle)
+    assert computed == [2, 2]
+
+
+def test_budgets_go_down_to_one_tile() -> None:
+    """Heads whose mass sits in one tile of 64: 2.6 % and less at an error level far below the first one tried."""
+    grid = VideoGrid(16, 16, 16)
+    places = torch.nn.functional.normalize(torch.randn(grid.tiles(), 32, generator=torch.Generator().manual_seed(0)))
+    q = 40 * places.repeat_interleave(64, 0)[None, :, None].expand(1, -1, 2, -1)
+    v = torch.randn(1, grid.tokens, 2, 32, generator=torch.Generator().manual_seed(1))
+    found = profile(q, q / 4, v, grid, predictor=None, generator=torch.Generator().manual_seed(2))
+    handle = sparsify(make_model(), SparsityConfig(tolerance=0.005))
+    running = handle.profile.updated(0, found, 1).updated(1, found, 1)
+    config, price = handle.config, lambda budgets, pooled: (sum(budgets) / len(budgets), 1.0)
+    state = controller.begin(config)
+    for step in range(4):
+        state = controller.advance(state, config, running, None if step == 0 else 1e-4, step, price, None, 1 / 64)
+    plan = state.decision.plan
+    assert state.decision.active
+    assert plan is not None
+    assert 1 / 64 <= plan.kept <= 0.026
+
+
+# What is said once
+
+
+def test_a_loop_gone_wrong_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def said(part: str) -> int:
+        return sum(part in record.message for record in caplog.records)
+
+    model = make_model()
+    handle = sparsify(model, SparsityConfig(budget=0.5))
+    handle.step()
+    handle.step()
+    assert said("no forward and backward") == 1
+    train(model, range(8), lambda _: None)
+    assert said("no handle.step()") == 1
+    optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)  # of another copy
+    for step in range(40):
+        model(clip(step, IMAGE), HALF).square().mean().backward()
+        optimizer.step()
+        handle.step()
+    assert said("no weight of the model has changed") == 1
+    handle.remove()
+    handle = sparsify(model, SparsityConfig(budget=0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        model(clip(step, IMAGE), HALF).square().mean().backward()
+        if step % 4 == 0:
+            optimizer.step()
+        handle.step()
+    assert said("after each optimiser step, not after every backward") == 1
+
+
+def test_compiled_whole_afterwards_is_told_at_the_first_step() -> None:
+    model = make_model()
+    handle = sparsify(model, SparsityConfig(budget=0.5))
+    torch.compile(model, backend="eager")(clip(0, IMAGE), HALF).square().mean().backward()
+    with pytest.raises(ValueError, match=r"sparsify\(torch.compile\(model\)\)"):
+        handle.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"rank": 48}, "rank"), ({"budget": [0.1] * 3}, "2 heads"), ({"dense_layers": [7]}, "count from 0")],
+)
+def test_what_is_refused_leaves_the_model_as_it_was(arguments: dict, message: str) -> None:
+    model = make_model()
+    policy = model.policy
+    with pytest.raises(ValueError, match=message):
+        sparsify(model, SparsityConfig(**arguments))
+    with pytest.raises(ValueError, match="float64"):
+        sparsify(copy.deepcopy(model).double())
+    assert model.policy is policy
+    assert not model._forward_hooks
+    sparsify(model).remove()
+
+
+# Statistics
+
+
+def test_lessons_that_are_not_finite_are_left_out() -> None:
+    """At every stage: nothing learned changes, and nothing that is saved is ever NaN."""
+    for good in (0, 1, 6):
+        model = make_model()
+        handle = sparsify(model, SparsityConfig(budget=0.25, **{**FAST, "warmup": 100}))
+        train(model, range(good), lambda _, handle=handle: handle.step(), lr=0.0)
+        before = {n: x.clone() for n, x in handle.policy.state_dict().items() if not n.endswith("seen")}
+        for value in (float("inf"), float("nan")):
+            model(torch.full(SIZE, value), HALF).square().mean().backward()
+            handle.step()
+        after = handle.policy.state_dict()
+        if good != 1:  # there the closed form is due, and made of the one that was good
+            assert all(torch.equal(x, after[name]) for name, x in before.items())
+        train(model, range(6), lambda _, handle=handle: handle.step(), lr=0.0)
+        assert handle.policy.ready
+        assert all(x.isfinite().all() for x in handle.policy.state_dict().values())
+        assert "NaN" not in handle.state_dict()["control"]
+
+
+def test_lessons_add_up_over_forwards_and_ranks() -> None:
+    a, b = (Lesson.of(torch.full((2, 1, 2, 2), x), n) for x, n in ((1.0, 1), (4.0, 2)))
+    bad = Lesson.of(torch.full((2, 1, 2, 2), torch.nan))
+    assert torch.equal((a + b + bad).mean(), torch.full((2, 1, 2, 2), 3.0))
+    assert float((a + b + bad).weight) == 3
+
+
+def test_training_free_steps_run_in_inference_mode_and_serve_training_later() -> None:
+    model = make_model().eval()
+    handle = sparsify(model, SparsityConfig(budget=0.4, training_free_steps=3, force=True))
+    with torch.inference_mode():
+        for step in range(5):
+            model(clip(step), HALF)
+    assert handle.policy.computed == {"dense": 6, "sparse": 4, "random": 0}
+    assert not any(x.is_inference() for x in handle.policy.state_dict().values())
+    assert handle.policy.learners[0].tuned > 0
+
+
+# Copies, saving, threads
+
+
+def test_copies_and_pickles_are_plain_and_may_be_sparsified_or_follow() -> None:
+    model = make_model()
+    handle = sparse_handle(model)
+    plain = make_model()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        before = dict(handle.policy.computed)
+        expected, found = outputs(plain, other)
+        assert torch.equal(expected, found)
+        assert handle.policy.computed == before
+        assert not torch.equal(found, outputs(model)[0])
+        own = sparsify(other, SparsityConfig(budget=0.5, **FAST))
+        train(other, range(5), lambda _, own=own: own.step(), lr=0.0)
+        assert own.decision.active
+        own.remove()
+        followed = handle.follow(other)
+        assert torch.equal(*outputs(model, other))
+        followed.remove()
+        assert torch.equal(*outputs(plain, other))
+
+
+def test_the_artifact_makes_inference_sparse_and_knows_its_model(tmp_path: Path) -> None:
+    model = make_model()
+    handle = sparse_handle(model)
+    handle.save(tmp_path / "sparse")
+    other = make_model()
+    with fv.load_sparse(other, tmp_path / "sparse") as loaded:
+        assert torch.equal(*outputs(model, other))
+        assert isinstance(loaded.policy, fv.Sparse)
+        assert loaded.policy.computed["sparse"] == 2
+        with torch.no_grad():  # a length that training did not see follows the nearest
+            other(clip(0, (1, 3, 8, 16, 32)), HALF)
+        assert loaded.policy.computed["sparse"] == 4
+    assert torch.equal(*outputs(make_model(), other))
+    wrong = VideoDiT(DiTConfig(width=64, depth=3, heads=2, patch=(1, 2, 2)))
+    with pytest.raises(ValueError, match="layers 2, not 3"):
+        fv.load_sparse(wrong, tmp_path / "sparse")
+    with pytest.raises(ValueError, match="holds no sparse attention"):
+        fv.load_sparse(wrong, tmp_path)
+    sparsify(wrong).remove()
+    with pytest.raises(ValueError, match=r"handle\.save"):
+        handle.load_state_dict(handle.state_dict()["predictors"])
+
+
+def test_torch_distributed_checkpoint_loads_the_handle(tmp_path: Path) -> None:
+    """Into a handle that has seen nothing yet."""
+    handle = sparse_handle(make_model())
+    dcp.save({"handle": handle}, checkpoint_id=tmp_path, no_dist=True)
+    fresh = sparsify(make_model(), SparsityConfig(**{**FAST, "budget": 0.25}))
+    assert fresh.state_dict().keys() == handle.state_dict().keys()
+    dcp.load({"handle": fresh}, checkpoint_id=tmp_path, no_dist=True)
+    assert fresh.decision == handle.decision
+    theirs = handle.policy.state_dict()
+    assert all(torch.equal(x, theirs[name]) for name, x in fresh.policy.state_dict().items())
+
+
+def test_threads_with_their_own_sizes_do_not_disturb_each_other() -> None:
+    """Landscape and portrait of equal length too, which nothing but their grid tells apart."""
+    pytest.importorskip("diffusers", reason="needs diffusers: pip install 'foveate[diffusers]'")
+    from tiny_models import CASES, make
+
+    model, _ = make("wan")
+    inputs = [CASES["wan"].inputs(grid) for grid in ((3, 6, 10), (3, 10, 6), (2, 5, 4))]
+    handle = sparsify(model, SparsityConfig(budget=0.5, **FAST))
+    handle.policy.mode, handle.policy.active = "sparse", None
+    with torch.no_grad():
+        expected = [model(**one).sample for one in inputs]
+    wrong: list[str] = []
+
+    def run(index: int) -> None:
+        try:
+            for _ in range(6):
+                with torch.no_grad():
+                    found = model(**inputs[index]).sample
+                if not torch.equal(found, expected[index]):
+                    wrong.append(f"size {index} is off by {(found - expected[index]).abs().max()}")
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# Costs
+
+
+@pytest.mark.parametrize("tokens", [4096, 32768, 131072])
+def test_checks_and_lessons_take_at_most_a_twentieth_by_the_saved_costs(tokens: int) -> None:
+    table = Costs("test", machine=Machine(5.6e14, 0.01, 1.2, 0.04, 0.1, 0.04, 0.2))
+    work = cadence.Work(tokens, 8, 8, 64, 30_000_000)
+    dense, forward = (
+        8 * table.dense(tokens, 8, 64, passes=p) for p in (("forward_ms", "backward_ms"), ("forward_ms",))
+    )
+    sparse = 8 * table.sparse(tokens, 8, 64, 0.1, pooled=1.0)
+    for now, ours in ((dense, forward), (sparse, forward * sparse / dense)):
+        found = cadence.plan(work, table, (now, ours), pairs=2)
+        assert found.share <= 1.02 * cadence.SHARE
+        assert found.often >= cadence.OFTEN
+        assert "5.0 %" in str(replace(found, share=0.05))
+    assert cadence.plan(work, table, (dense, forward), 2, often=7, rare=9, teach_every=2).often == 7
+
+
+def test_a_profile_needs_little_memory_beside_its_inputs() -> None:
+    """Counted: what lives at once, at 32,768 tokens, is far below one head's queries times keys."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Live(TorchDispatchMode):
+        now = peak = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(x, Tensor) and x._base is None and x.untyped_storage()._cdata not in self.known:
+                    self.hold(x.untyped_storage())
+            return out
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.known: set[int] = set()
+
+        def hold(self, storage) -> None:
+            import weakref
+
+            key, size = storage._cdata, storage.nbytes()
+            self.known.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.drop, key, size)
+
+        def drop(self, key: int, size: int) -> None:
+            self.known.discard(key)
+            self.now -= size
+
+    grid = VideoGrid(32, 32, 32)
+    q, k, v = (torch.randn(1, 1, 2, 64).expand(1, grid.tokens, 2, 64) for _ in range(3))
+    matrices = torch.randn(2, 2, 64, 16)
+    with Live() as live:
+        profile(q, k, v, grid, predictor=Predictor(*matrices), rows=1, generator=torch.Generator().manual_seed(0))
+    whole = 2 * grid.tokens * 64 * 64 * 4  # float32 outputs by key tile and token of one query tile
+    assert live.peak < whole / 4
