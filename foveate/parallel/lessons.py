@@ -27,8 +27,7 @@ class ShardedSight(Sight):
         first, size = self.shards.bounds[self.group.rank], self.q.shape[1]
         places = (rows[:, None] * TILE + torch.arange(TILE, device=rows.device)).to(self.q.device)
         here = (places >= first) & (places < first + size)
-        own = self.q.index_select(1, (places - first).clamp(0, size - 1).flatten()).float()
-        own = own.transpose(1, 2).unflatten(2, places.shape) * here.unsqueeze(-1)
+        own = self.q[:, (places - first).clamp(0, size - 1)].float().movedim(3, 1) * here.unsqueeze(-1)
         return self._total(own, f"queries of a profile of {self.where}"), places < self.shards.bounds[-1]
 
     def tiles(self, count: int) -> slice:

@@ -145,11 +145,10 @@ class Sight:
 
     def queries(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """float32 (B, H, R, 64, D): the queries of tiles `rows` (R,), zero where there are none, and bool (R, 64)."""
-        places = rows[:, None] * TILE + torch.arange(TILE, device=rows.device)
+        places = (rows[:, None] * TILE + torch.arange(TILE, device=rows.device)).to(self.q.device)
         valid = places < self.q.shape[1]
-        found = self.q.index_select(1, places.clamp(max=self.q.shape[1] - 1).flatten().to(self.q.device))
-        valid = valid.to(self.q.device)
-        return found.float().transpose(1, 2).unflatten(2, places.shape) * valid.unsqueeze(-1), valid
+        found = self.q[:, places.clamp(max=self.q.shape[1] - 1)]  # index_select would copy q where it is strided
+        return found.float().movedim(3, 1) * valid.unsqueeze(-1), valid
 
     def tiles(self, count: int) -> slice:
         """Which of the `count` key tiles are here."""

@@ -193,8 +193,14 @@ class _Look:
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """What every key tile weighs: exactly and by its mean (B, H, R, T, N), in one unit, and as predicted
         (B, H, R, N)."""
-        parts = [self._weigh(k) for k in self.sight.k.split(self.step, dim=1)]
-        near, far, guess = (self.sight.join(torch.cat(part, -1)) for part in zip(*parts, strict=True))
+        tiles = -(-self.sight.k.shape[1] // TILE)
+        sides = (self.queries, self.queries, self.octants)
+        found = [x.new_empty(*x.shape[:3], tiles) for x in sides]  # filled in: pieces would fragment the memory
+        for first in range(0, tiles, self.step // TILE):
+            part = slice(first * TILE, first * TILE + self.step)
+            for whole, piece in zip(found, self._weigh(self.sight.k[:, part]), strict=True):
+                whole[..., first : first + self.step // TILE] = piece
+        near, far, guess = (self.sight.join(x) for x in found)
         lse = near.logsumexp(-1, keepdim=True)
         near, far = (x.sub_(lse).exp_().unflatten(2, (self.rows, TILE)) for x in (near, far))
         guess = guess.softmax(-1).unflatten(2, self.of_octants.shape)
@@ -219,7 +225,7 @@ class _Look:
         for first in range(0, self.sight.k.shape[1], self.step):
             tiles = slice(first // TILE, (first + self.step) // TILE)
             part = self._add(first, kept_here[..., tiles], lse[..., tiles], far_here[..., tiles])
-            found = part if found is None else found + part
+            found = part if found is None else found.add_(part)
         assert found is not None
         found = self.sight.total(found)
         exact, dropped, pooled = found.split([1, kept.shape[-2], kept.shape[-2]], dim=3)
