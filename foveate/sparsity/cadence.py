@@ -14,7 +14,7 @@ from foveate import costs as prices
 SHARE = 0.05  # of a step, for lessons and checks together
 FOR_LESSONS = 0.4  # of that share
 LAUNCH_MS = 0.008  # one small operator
-LESSON_OPERATORS, PROFILE_OPERATORS = 75, 300  # of a layer; counted on the CPU (docs/log.md, Training step)
+LESSON_OPERATORS, PROFILE_OPERATORS = 125, 300  # of a layer; counted on the CPU (docs/log.md, Training step)
 OFTEN, RARE, TEACH_EVERY = 50, 1000, 4  # never oftener, however cheap
 
 
