@@ -30,7 +30,7 @@ import generation_methods as methods
 import tiny_wan
 import torch
 from generation_methods import Method
-from generation_summary import OURS, Outcome, bars, chosen, plain, plot, print_table, together
+from generation_summary import OURS, Outcome, chosen, plain, plot, print_table, targets, together
 
 import foveate.attention
 from foveate.quality import psnr, ssim
@@ -228,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
         if checks[0]["green"]:
             outcomes, failed = choose(bench, tried, choosing, lambda: spent(0.45))
             results = report(bench, chosen(outcomes, tried), reported, lambda: spent(0.95))
-            said = bars(results) | {"predictions": predictions(bench, *reported[0])}
+            said = targets(results) | {"predictions": predictions(bench, *reported[0])}
             checks.append(gate(bench, *choosing, GATE_DB[dtype]))
     card = torch.cuda.get_device_name().split()[-1].lower() if device == "cuda" else "cpu"
     reached = {(one.family, one.setting) for one in outcomes}
@@ -237,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     whole = bench.whole(len(choosing[0]))
     record = {
         "machine": card, "dtype": dtype, "torch": torch.__version__, "steps": steps, "frames": frames, "gate": checks,
-        "left out": left_out, "failed": failed, "bars": said,
+        "left out": left_out, "failed": failed, "targets": said,
         "chosen on": [{**vars(one), "dB": one.db, "attention": one.attention / whole} for one in outcomes],
         "results": [{**vars(one), "dB": one.db} for one in results],
     }  # fmt: skip
@@ -247,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
     if green:
         plot(results, options.out / f"{stem}.png")
         print_table(results)
-    print(json.dumps(plain({"green": green, "gate": checks, "left out": left_out, "failed": failed, "bars": said})))
+    print(json.dumps(plain({"green": green, "gate": checks, "left out": left_out, "failed": failed, "targets": said})))
     return 0 if green else 1
 
 

@@ -53,7 +53,7 @@ GRID = VideoGrid(16, 26, 20)  # of the file
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 FETCH_CAP = 0.3
 COLUMNS = ("seconds", "compute", "exposed", "mb_sent", "balance")
-BYTES_BARS = {2: 0.55, 4: 0.52, 8: 0.35}
+BYTES_TARGETS = {2: 0.55, 4: 0.52, 8: 0.35}
 
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -260,7 +260,7 @@ def report(bench: Bench, options: argparse.Namespace) -> int:
         "gate_relative_error": max(errors.values()), "tiles_chosen_otherwise_than_by_one_process": flips,
         "rows": rows,
         "exchange": f"the {bench.layer} heads of one step in bfloat16, {bench.budget:.0%} kept by each",
-        "selected_bytes_over_dense_exchange": share, "bar": BYTES_BARS.get(count),
+        "selected_bytes_over_dense_exchange": share, "target": BYTES_TARGETS.get(count),
         "fetch_cap": {"cap": FETCH_CAP, "bytes": share_capped, "recall": recall_capped, "recall_uncapped": recall,
                       "kept_recall": recall_capped / recall},
         "predicted_balance_of_heads": {

@@ -1,4 +1,4 @@
-"""What bench_generate.py's outcomes say: frontiers, bars, table, plot. Pure functions of outcomes."""
+"""What bench_generate.py's outcomes say: frontiers, targets, table, plot. Pure functions of outcomes."""
 
 import math
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from typing import Any
 import generation_methods as methods
 from generation_methods import Method
 
-FIDELITY, WORK, BYTES, GAIN = 30.0, 0.35, 0.30, 3.0  # the bars: dB, shares of exact, dB over plain hold
-MARGIN = 4.0  # dB under the bar at which the choosing seeds' settings are still worth reporting
+FIDELITY, WORK, BYTES, GAIN = 30.0, 0.35, 0.30, 3.0  # the targets: dB, shares of exact, dB over plain hold
+MARGIN = 4.0  # dB under the target at which the choosing seeds' settings are still worth reporting
 BEST_OF_OURS = ("foveate", "foveate states")
 OURS = ("exact", "plain hold", "states, undamped", "variant", *BEST_OF_OURS)
 BEST = 100.0  # dB; what equal videos count as in a mean
@@ -44,7 +44,7 @@ def frontier(outcomes: list[Outcome], cost: Callable[[Outcome], float]) -> list[
 
 
 def chosen(outcomes: list[Outcome], tried: list[Method]) -> list[Method]:
-    """Settings on their family's frontier over attention or time, unless far under the bar; all fixed intervals."""
+    """Settings on their family's frontier over attention or time, unless far under the target; all fixed intervals."""
     names = {(one.family, one.setting) for one in methods.fixed(methods.INTERVALS)}
     for family in {one.family for one in outcomes} - {"variant"}:
         mine = [one for one in outcomes if one.family == family]
@@ -93,7 +93,7 @@ def compare(results: list[Outcome], cost: Callable[[Outcome], float]) -> list[di
     return found
 
 
-def bars(results: list[Outcome]) -> dict[str, Any]:
+def targets(results: list[Outcome]) -> dict[str, Any]:
     """Costs are shares of exact by now."""
     named = {(x.family, x.setting): x for x in results}
     gains = {}

@@ -1,13 +1,19 @@
-"""Shared by all tests: where ../shared/data is, empty buffers that are poisoned, gloo ranks."""
+"""Shared by all tests: where real attention is kept, empty buffers that are poisoned, gloo ranks."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
+REAL = Path(os.environ.get("FOVEATE_SHARED", ROOT.parent / "shared")) / "data"
+WHERE = (
+    f"q, k, v of trained models are not in this repository and not under {REAL}: the tests above that name this folder "
+    "did not run. Set FOVEATE_SHARED to the folder that has data/real_qkv.safetensors, views_fit and views_test."
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +39,21 @@ def worlds():
 
 @pytest.fixture
 def shared() -> Callable[[str], Path]:
-    """Path of a file of ../shared/data; the test skips, and says so, where there is none."""
+    """Path of a file with q, k, v of a trained model; the test skips, and says so, where there is none."""
 
     def find(name: str) -> Path:
-        path = Path(os.environ.get("FOVEATE_SHARED", ROOT.parent / "shared")) / "data" / name
-        if not path.exists():
-            pytest.skip(f"needs {path}")
-        return path
+        if not (REAL / name).exists():
+            pytest.skip(f"needs {REAL / name}")
+        return REAL / name
 
     return find
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What a clone without those files has not tested, and how to test it."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if any(f"needs {REAL}" in str(report.longrepr) for report in skipped):
+        terminalreporter.write_line(WHERE, yellow=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""The controller: decisions from numbers, and a model whose sparsity rises and falls (the bar of issue 4).
+"""The controller: decisions from numbers, and a model whose sparsity rises and falls.
 
 Shapes: B batch, S tokens, H heads, D head dim, W width.
 """

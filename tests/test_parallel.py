@@ -1,4 +1,4 @@
-"""`parallelize` on real gloo ranks against one process: outputs and every parameter's gradient (CASES 16 to 26, 30)."""
+"""`parallelize` on real gloo ranks against one process: outputs and every parameter's gradient."""
 
 from collections.abc import Callable
 
@@ -203,7 +203,7 @@ def full(x) -> Tensor:
 
 @pytest.mark.parametrize("wrapper", ["none", "ddp", "fsdp"])
 def test_two_replicas_of_two_ranks_give_the_gradient_of_two_clips(wrapper: str, worlds: Worlds) -> None:
-    """CASES 23 and 24: loss scaling of data-parallel x context-parallel, and the noise of peers."""
+    """Loss scaling of data-parallel x context-parallel, and the noise of peers."""
     found = worlds(4).run(replicated, wrapper)
     noises = [x["noise"] for x in found]
     assert torch.equal(noises[0], noises[1])

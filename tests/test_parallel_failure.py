@@ -1,4 +1,4 @@
-"""A rank that dies or hangs ends the others soon, and they say which rank and which collective (CASES 25)."""
+"""A rank that dies or hangs ends the others soon, and they say which rank and which collective."""
 
 import os
 import re

@@ -211,7 +211,7 @@ def test_small_grids_and_groups_stay_finite(grid):
     assert learner.loss.isfinite()
 
 
-# --- The bars, on q and k of one layer of a trained video DiT: three views of two clips, and a clip never seen. ---
+# --- What it must reach on q and k of a trained layer: three views of two clips, and a clip never seen. ---
 
 BUDGETS = (0.1, 0.3)
 REAL = VideoGrid(16, 26, 20)
@@ -260,11 +260,11 @@ def relative_recall(predictor: Predictor, q: Tensor, k: Tensor) -> list[float]:
 
 def test_bars_on_an_unseen_clip(learned, shared, capsys):
     unseen = load(shared("views_test.safetensors")).values()
-    for name, predictor, bar in zip(("closed form", "fine-tuned"), learned, (CLOSED, TUNED), strict=True):
+    for name, predictor, target in zip(("closed form", "fine-tuned"), learned, (CLOSED, TUNED), strict=True):
         score = torch.tensor([relative_recall(predictor, q, k) for k, q in unseen]).mean(0)
         with capsys.disabled():
             print(f"\nunseen clip, recall / oracle's at 10 % and 30 % kept, {name}: {score[0]:.4f} / {score[1]:.4f}")
-        assert (score >= torch.tensor(bar)).all()
+        assert (score >= torch.tensor(target)).all()
 
 
 def test_pooled_periphery_on_real_attention(learned, shared, capsys):

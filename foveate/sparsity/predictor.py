@@ -1,6 +1,6 @@
 """The predictor of attention mass: two small matrices a head, from moments at first and then from the true mass.
 
-After DSV (arXiv 2502.07590, its low-rank predictor) with DESIGN's changes: the matrices apply to q and k as attention
+After DSV (arXiv 2502.07590, its low-rank predictor) with two changes: the matrices apply to q and k as attention
 sees them (after QK-norm and RoPE), they start in closed form, and they learn the mass of whole tiles.
 
 Shapes: B batch, S tokens in tile order, H heads, G key/value heads (G divides H), D head dim, r rank, O octants
@@ -108,7 +108,7 @@ class Predictor:
     def from_moments(cls, moments: Moments, rank: int = 16) -> "Predictor":
         """The rank-`rank` fit of Q K^T that is best in least squares over queries and keys of these moments.
 
-        With the SVD Cq^1/2 Ck^1/2 = U S V^T: a = Cq^-1/2 U_r S_r^1/2 and b = Ck^-1/2 V_r S_r^1/2 (DESIGN, Predictor).
+        With the SVD Cq^1/2 Ck^1/2 = U S V^T: a = Cq^-1/2 U_r S_r^1/2 and b = Ck^-1/2 V_r S_r^1/2.
         Directions the moments have not seen get weight 0. Raises ValueError for a rank outside 1 ... D or no moments.
         """
         dim = moments.cq.shape[-1]

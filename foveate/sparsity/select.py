@@ -33,7 +33,7 @@ def select(
 ) -> Selection:
     """The key tiles worth attending to, for every head and query tile of q (B, S, H, D) and k (B, S, G, D).
 
-    Tiles are taken by predicted mass (DESIGN, Selection): octant means projected by `predictor`, at full rank without
+    Tiles are taken by predicted mass: octant means projected by `predictor`, at full rank without
     one. Exactly one of, one value or one per head, in (0, 1] (values in tensors are trusted, so nothing waits for the
     device):
     budget: the fraction of key tiles to keep, rounded to the nearest count, at least one.

@@ -42,8 +42,8 @@ def test_equals_the_oracle_with_gradients_into_lse(shape: tuple, dim: int, kind:
         grads = torch.autograd.grad((state.out, state.lse), leaves, (dout.to(dtype), weights))
         found.append([state.out.detach(), torch.where(finite, state.lse.detach(), 0.0), *grads])
         assert torch.equal(finite, state.out.abs().sum(-1).transpose(1, 2) > 0)
-    for got, true, bar in zip(*found, (4e-3, 1e-4, 8e-3, 8e-3, 8e-3), strict=True):
-        assert (got.double() - true).norm() <= bar * true.norm()
+    for got, true, allowed in zip(*found, (4e-3, 1e-4, 8e-3, 8e-3, 8e-3), strict=True):
+        assert (got.double() - true).norm() <= allowed * true.norm()
 
 
 def test_what_it_cannot_do_is_refused() -> None:
