@@ -7,9 +7,11 @@ from foveate.attention import AttnState, Dense, Layer, Policy, attend, merge
 from foveate.tiles import Selection, VideoGrid
 
 if TYPE_CHECKING:
+    from foveate.held.calibrate import Calibration, calibrate
     from foveate.held.config import ReuseConfig
     from foveate.held.handle import ReuseHandle, reuse
     from foveate.held.report import ReuseReport
+    from foveate.held.schedule import Schedule
     from foveate.parallel.handle import ParallelConfig, ParallelHandle, parallelize
     from foveate.sparsity.artifact import load_sparse
     from foveate.sparsity.config import SparsityConfig
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"  # the one place: pyproject.toml reads it here
 __all__ = [
     "AttnState",
+    "Calibration",
     "Dense",
     "Handle",
     "Layer",
@@ -32,11 +35,13 @@ __all__ = [
     "ReuseConfig",
     "ReuseHandle",
     "ReuseReport",
+    "Schedule",
     "Selection",
     "Sparse",
     "SparsityConfig",
     "VideoGrid",
     "attend",
+    "calibrate",
     "load_sparse",
     "merge",
     "parallelize",
@@ -48,9 +53,11 @@ __all__ = [
 
 # Loaded when first asked for, so that `import foveate` costs little more than torch does.
 _LATER = {
+    "foveate.held.calibrate": ("Calibration", "calibrate"),
     "foveate.held.config": ("ReuseConfig",),
     "foveate.held.handle": ("ReuseHandle", "reuse"),
     "foveate.held.report": ("ReuseReport",),
+    "foveate.held.schedule": ("Schedule",),
     "foveate.parallel.handle": ("ParallelConfig", "ParallelHandle", "parallelize"),
     "foveate.sparsity.artifact": ("load_sparse",),
     "foveate.sparsity.config": ("SparsityConfig",),

@@ -111,6 +111,32 @@ def generate(
     return 0
 
 
+def calibrate(
+    config: Annotated[GenerateConfig, tyro.conf.arg(name="")],
+    out: Annotated[Path, tyro.conf.Positional] = Path("schedule.json"),
+    calls: float = 0.4,
+    clips: int = 4,
+    overwrite: bool = False,
+    file: File = None,
+) -> int:
+    """Plan which denoising steps are computed, from clips generated exactly; for `generate --schedule`.
+
+    Args:
+        config: Every dial of the clips.
+        out: The JSON file to write.
+        calls: Share of the steps that compute the model.
+        clips: How many clips to plan from, of this seed and the next ones.
+        overwrite: Replace the file where there is one.
+        file: YAML or JSON file of these flags; flags beside it win.
+    """
+    from foveate.training.generate import calibrate_file
+
+    refuse_many_processes("calibrate")
+    found = calibrate_file(out, config, calls, clips, messages, overwrite=overwrite)
+    console.print(f"wrote {out}: computes {len(found.anchors)} of {found.steps} steps")
+    return 0
+
+
 def doctor(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False, measure: bool = False) -> int:
     """What this machine can run, which attention backend is used, and why.
 
@@ -130,7 +156,7 @@ def doctor(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False, measure
     return 0
 
 
-COMMANDS = {"demo": demo, "train": train, "generate": generate, "doctor": doctor}
+COMMANDS = {"demo": demo, "train": train, "generate": generate, "calibrate": calibrate, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -212,6 +212,19 @@ def test_generate_writes_a_clip_that_plays(small: Path, foveate: Run, tmp_path: 
     assert os.listdir(folder) == ["clip.mp4"]
 
 
+def test_a_calibrated_schedule_is_followed(small: Path, foveate: Run, tmp_path: Path) -> None:
+    file, flags = tmp_path / "plan.json", ("--model", small, "--steps", "6")
+    done = foveate("calibrate", file, *flags, "--calls", "0.5", "--clips", "1")
+    assert (done.code, done.out) == (0, f"wrote {file}: computes 3 of 6 steps\n"), done.err
+    follow = ("--schedule", file, "--solver", "euler")
+    assert "50% of the attention" in foveate("generate", tmp_path / "a.mp4", *flags, *follow).err
+    assert foveate("calibrate", file, *flags).code == 2  # there already
+    assert "--solver euler" in foveate("generate", tmp_path / "b.mp4", *flags, "--schedule", file).err
+    done = foveate("generate", tmp_path / "b.mp4", "--model", small, "--steps", "4", *follow)
+    assert done.code == 2
+    assert "for 6 steps, this run has 4" in done.err
+
+
 def test_a_full_disk_is_a_sentence_and_leaves_nothing(small, foveate: Run, tmp_path: Path, monkeypatch) -> None:
     def full(path: Path, *_: object, **__: object) -> None:
         path.write_bytes(b"half")

@@ -1,9 +1,11 @@
 """What a user may set about state reuse: one frozen dataclass, checked when made."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from foveate.attention import BACKENDS
+from foveate.held.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +17,8 @@ class ReuseConfig:
         into the error of one of them (`plan.level_at_a_step`).
     interval: anchors every so many steps and everything held in between, instead of deciding by predicted errors; 1 is
         exact too. For comparisons at equal fresh work; `quality` is not used then.
+    schedule: a `Schedule`, or the file of one (`foveate calibrate`): which steps compute, instead of
+        deciding at run time.
     warmup: first steps of every request, all anchors; None: a fifth of its steps, 2 to 5, or 5 where nobody says how
         many there are.
     order: 1 extrapolates held states in the noise level from their last two fresh values, 0 leaves them (DiTango's
@@ -47,6 +51,7 @@ class ReuseConfig:
 
     quality: float = 0.9
     interval: int | None = None
+    schedule: Schedule | str | Path | None = None
     warmup: int | None = None
     order: Literal[0, 1] = 1
     damping: float | None = None
@@ -73,6 +78,13 @@ class ReuseConfig:
             raise ValueError(f"order must be 0 (plain hold) or 1 (extrapolated), got {self.order}")
         if self.interval is not None and self.interval < 1:
             raise ValueError(f"interval must be at least 1 (exact), or None to decide by quality, got {self.interval}")
+        if isinstance(self.schedule, str | Path):
+            object.__setattr__(self, "schedule", Schedule.read(self.schedule))
+        if self.schedule is not None and (self.interval or self.warmup or self.hold != "output" or self.quality == 1):
+            raise ValueError(
+                "a schedule says itself which outputs are computed: leave interval, warmup and quality=1 out, and hold "
+                "is 'output'"
+            )
         if self.warmup is not None and self.warmup < 1 + self.order:
             raise ValueError(
                 f"warmup must be at least {1 + self.order}: states of order {self.order} need so many fresh values, "
@@ -123,4 +135,4 @@ class ReuseConfig:
     @property
     def adaptive(self) -> bool:
         """Whether predicted errors decide."""
-        return self.interval is None and not self.exact
+        return self.interval is None and self.schedule is None and not self.exact

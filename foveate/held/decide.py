@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from foveate.held.config import ReuseConfig
+from foveate.held.schedule import Schedule
 
 LEVEL = 0.5  # relative error of the output that quality 0 allows
 
@@ -66,6 +67,19 @@ class Every:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """As a schedule says. Raises ValueError at a step that it was not planned for."""
+
+    schedule: Schedule
+
+    def __call__(self, question: Question) -> Verdict:
+        self.schedule.check_step(question.step, question.sigma, question.steps)
+        if question.warm:
+            return Verdict(False, "guidance changed")
+        return Verdict(question.step not in self.schedule.anchors, "schedule")
+
+
+@dataclass(frozen=True)
 class ByError:
     """Held where the predicted error is within `level`, at most `longest` steps in a row."""
 
@@ -87,6 +101,8 @@ def rule(config: ReuseConfig) -> Rule:
         return Exact()
     if config.interval is not None:
         return Every(config.interval)
+    if isinstance(config.schedule, Schedule):
+        return Planned(config.schedule)
     return ByError(level_at_a_step(config.quality), config.max_hold - 1)
 
 
@@ -97,6 +113,8 @@ def level_at_a_step(quality: float) -> float:
 
 def warmup(config: ReuseConfig, count: int | None) -> int:
     """First steps of a request of `count` steps that are computed: a tenth or so, but enough to predict from."""
+    if config.schedule is not None:
+        return 0
     if config.warmup is not None:
         return config.warmup
     least = 1 + config.order

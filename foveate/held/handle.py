@@ -20,6 +20,7 @@ from foveate.held.config import ReuseConfig
 from foveate.held.outputs import Outputs
 from foveate.held.places import Place
 from foveate.held.report import ReuseReport
+from foveate.held.schedule import Schedule, identity, scheduler_name
 from foveate.held.team import Team, team_of
 from foveate.held.tracker import Forward, Request, Tracker
 from foveate.held.watched import Mode, Watched
@@ -50,6 +51,8 @@ class ReuseHandle:
         self._tracker = Tracker(self._began, self._ended)
         self._undo: list[Callable[[], Any]] = []
         self.models: list[Watched] = []
+        if isinstance(config.schedule, Schedule):
+            config.schedule.check(identity(list(named.values())), scheduler_name(pipe))
         try:
             teams = [self._team(module) for module in named.values()]
             self._mode = self._make_mode(list(named), list(named.values()), teams)

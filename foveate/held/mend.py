@@ -7,7 +7,7 @@ gave, and the sampler puts the clip where interpolated outputs would have put it
 predictor-corrector method for ordinary differential equations, evaluated once (PEC), and it calls no model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 Step = tuple[float, float | None]  # noise levels here and at the next step, None where the sampler is not Euler's
@@ -24,18 +24,22 @@ def lagrange(nodes: Sequence[float], at: float) -> list[float]:
     return weights
 
 
-def mending(skipped: Sequence[Step], sigma: float, then: float | None, known: Sequence[float], ahead) -> list[float]:
+def mending(
+    skipped: Sequence[Step], sigma: float, then: float | None, known: Sequence[float], ahead: Callable[[float], float]
+) -> list[float]:
     """Weights of (the new value, the last, the one before that), to be added to the new one; [] where nothing is.
 
     skipped: the steps held since the last value. sigma, then: of the computed step. known: noise levels of the last
     values, the newest first, at most two. ahead(sigma): by how much of their difference the last was moved there.
     """
     nodes = [sigma, *known]
-    short = then is None or then == sigma or any(next_level is None for _, next_level in skipped)
-    if short or not skipped or len(nodes) < 2 or any(a == b for a, b in pairwise(nodes)):
+    steps = [(level, next_level) for level, next_level in skipped if next_level is not None]
+    if then is None or then == sigma or len(steps) < len(skipped) or not steps:
+        return []
+    if len(nodes) < 2 or any(a == b for a, b in pairwise(nodes)):
         return []
     weights = [0.0] * len(nodes)
-    for level, next_level in skipped:
+    for level, next_level in steps:
         length = (next_level - level) / (then - sigma)
         given = [0.0, 1.0 + ahead(level), -ahead(level)]
         for index, better in enumerate(lagrange(nodes, level)):

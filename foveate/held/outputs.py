@@ -16,6 +16,7 @@ from foveate.held.config import ReuseConfig
 from foveate.held.decide import Question, Rule, Verdict, level_at_a_step, warmup
 from foveate.held.held import Held
 from foveate.held.report import StepRecord
+from foveate.held.schedule import Schedule
 from foveate.held.tracker import Branch, Forward, Request
 
 log = logging.getLogger("foveate")
@@ -35,6 +36,14 @@ class Outputs:
         """A new request."""
         request = forward.request
         request.warm_until = forward.place.step + warmup(self.config, request.count)
+        self._compare(request.guidance)
+
+    def _compare(self, guidance: Any) -> None:
+        """Say where a schedule was made at another guidance; its steps are planned for that one's errors."""
+        planned = self.config.schedule.guidance if isinstance(self.config.schedule, Schedule) else None
+        now = guidance[0] if guidance else None
+        if planned is not None and isinstance(now, int | float) and abs(now - planned) > 0.1 * abs(planned):
+            log.warning("reuse: the schedule was calibrated at guidance %g, this run has %g", planned, now)
 
     def decide(self, forward: Forward, guidance: Any) -> Any:
         """What a held forward returns; None where it must be computed."""

@@ -3,17 +3,19 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from foveate.data import to_uint8, write_mp4
+from foveate.held.calibrate import calibrate
 from foveate.held.config import ReuseConfig
 from foveate.held.handle import reuse as reuse_states
+from foveate.held.schedule import Schedule
 from foveate.models.dit import DiTConfig, VideoDiT
 from foveate.sample import generate
 from foveate.sparsity.artifact import load_sparse
@@ -48,6 +50,10 @@ class GenerateConfig:
     """Classifier-free guidance; 1 is off and computes the model once a step."""
     reuse: float | None = None
     """Quality in (0, 1] of reusing what earlier denoising steps computed, for example 0.9; 1 is exact."""
+    schedule: Path | None = None
+    """File by `foveate calibrate` that says which steps are computed, in place of --reuse; wants --solver euler."""
+    solver: Literal["heun", "euler"] = "heun"
+    """Second order with two model calls a step, or one call a step, which loses less where steps are reused."""
     device: str = "auto"
     """Device to compute on: auto, cpu, cuda or cuda:N."""
 
@@ -60,6 +66,10 @@ class GenerateConfig:
             raise ValueError(f"--guidance must be a number of at least 0, got {self.guidance}")
         if self.reuse is not None:
             ReuseConfig(quality=self.reuse)
+        if self.solver not in ("heun", "euler"):
+            raise ValueError(f"--solver must be heun or euler, got {self.solver!r}")
+        if self.schedule is not None and (self.reuse is not None or self.solver != "euler"):
+            raise ValueError("--schedule takes the place of --reuse, and wants --solver euler, as it was calibrated")
         if self.unconditional and (self.label is not None or self.prompt is not None):
             raise ValueError("--unconditional wants a clip without a condition: leave --label and --prompt out")
         if (self.prompt is None) != (self.text_encoder is None):
@@ -117,10 +127,10 @@ def condition(config: GenerateConfig, model: DiTConfig) -> Tensor | None:
     return found[None]
 
 
-def check_target(out: Path, overwrite: bool) -> None:
-    """ValueError where no MP4 can be written to `out`, or where a file is already there."""
-    if out.suffix != ".mp4":
-        raise ValueError(f"{out} must end in .mp4")
+def check_target(out: Path, overwrite: bool, suffix: str = ".mp4") -> None:
+    """ValueError where no such file can be written to `out`, or where one is already there."""
+    if out.suffix != suffix:
+        raise ValueError(f"{out} must end in {suffix}")
     if out.is_dir():
         raise ValueError(f"{out} is a folder; give the name of a file")
     if out.exists() and not overwrite:
@@ -133,15 +143,58 @@ def check_target(out: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def reusing(model: VideoDiT, quality: float | None, console: Console) -> Iterator[None]:
-    """What earlier steps computed, reused at this quality, and what that saved; nothing where it is None."""
-    if quality is None:
+def reusing(model: VideoDiT, config: GenerateConfig, console: Console) -> Iterator[None]:
+    """What earlier steps computed, reused as the flags say, and what that saved; nothing where they say nothing."""
+    if config.reuse is None and config.schedule is None:
         yield
         return
-    with reuse_states(model, ReuseConfig(quality=quality)) as handle:
+    by_error = None if config.reuse is None else ReuseConfig(quality=config.reuse)
+    with reuse_states(model, by_error or ReuseConfig(schedule=config.schedule)) as handle:
         yield
         report = handle.report()
     console.print(f"reuse: {report.computed:.0%} of the attention computed")
+
+
+def open_model(config: GenerateConfig, device: str) -> tuple[VideoDiT, dict, Tensor | None]:
+    """The model, what its file says, and the condition of the clip. ValueError where they do not go together."""
+    model, about = load_model(config.model, device)
+    given = condition(config, model.config)
+    if config.attention == "sparse":
+        make_sparse(model, config.model.parent / SPARSE)
+    return model, about, None if given is None else given.to(device)
+
+
+def make_clip(
+    model: VideoDiT, size: dict, config: GenerateConfig, given: Tensor | None, seed: int, status: Any
+) -> Tensor:
+    """One clip (1, C, F, Y, X) of the size that the model was trained on."""
+    shape = (1, model.config.channels, size["frames"], size["height"], size["width"])
+    noise = torch.randn(shape, generator=stream(seed)).to(next(model.parameters()).device)
+    return generate(
+        model, noise, steps=config.steps, condition=given, guidance=config.guidance, solver=config.solver,
+        progress=lambda done, total: status.update(f"generating: step {done} of {total}"),
+    )  # fmt: skip
+
+
+def calibrate_file(
+    out: Path, config: GenerateConfig, calls: float, clips: int, console: Console, *, overwrite: bool = False
+) -> Schedule:
+    """Write the schedule of these flags' clips, made from clips of as many seeds. ValueError as `generate_file`."""
+    if not 0 < calls <= 1:
+        raise ValueError(f"--calls is the share of the steps that compute, in (0, 1], got {calls}")
+    if config.reuse is not None or config.schedule is not None:
+        raise ValueError("a calibration computes everything: leave --reuse and --schedule out")
+    check_target(out, overwrite, ".json")
+    config = replace(config, solver="euler")
+    model, about, given = open_model(config, pick_device(config.device))
+    with console.status("calibrating") as status:
+        plan = calibrate(
+            model, lambda i: make_clip(model, about["clip"], config, given, config.seed + i, status), clips=clips
+        )
+    found = replace(plan.schedule(calls), guidance=config.guidance)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    found.write(out)
+    return found
 
 
 def generate_file(out: Path, config: GenerateConfig, console: Console, *, overwrite: bool = False) -> None:
@@ -150,19 +203,10 @@ def generate_file(out: Path, config: GenerateConfig, console: Console, *, overwr
     console: for what is worth knowing meanwhile. A file is written whole or not at all.
     """
     check_target(out, overwrite)
-    device = pick_device(config.device)
-    model, about = load_model(config.model, device)
-    given = condition(config, model.config)
-    if config.attention == "sparse":
-        make_sparse(model, config.model.parent / SPARSE)
+    model, about, given = open_model(config, pick_device(config.device))
     size = about["clip"]
-    shape = (1, model.config.channels, size["frames"], size["height"], size["width"])
-    noise = torch.randn(shape, generator=stream(config.seed)).to(device)
-    with console.status("generating") as status, reusing(model, config.reuse, console):
-        video = generate(
-            model, noise, steps=config.steps, condition=None if given is None else given.to(device),
-            guidance=config.guidance, progress=lambda done, total: status.update(f"generating: step {done} of {total}"),
-        )  # fmt: skip
+    with console.status("generating") as status, reusing(model, config, console):
+        video = make_clip(model, size, config, given, config.seed, status)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.stem}.partial.mp4")
     try:
