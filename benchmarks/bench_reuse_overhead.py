@@ -71,9 +71,13 @@ class Driven:
         self.branch = Branch(0, "cond", "cond", None, {})
         self.request = Request(1, Place(0, 1.0), (), state=Course(), warm_until=warmup)
 
-    def __call__(self, layer: Layer, *qkv: Tensor) -> Tensor:
+    def forward(self, layer: Layer) -> Forward:
+        """The one that a layer is part of."""
         place = Place(layer.step or 0, layer.sigma or 0.0, layer.branch)
-        with saying(RUNNING, Forward(self.request, self.branch, place, Inputs((), {}, None, None, {}))):
+        return Forward(self.request, self.branch, place, Inputs((), {}, None, None, {}))
+
+    def __call__(self, layer: Layer, *qkv: Tensor) -> Tensor:
+        with saying(RUNNING, self.forward(layer)):
             return self.policy(layer, *qkv)
 
 
@@ -127,8 +131,9 @@ def host_seconds(layers: int, repeats: int = 5) -> float:
         step(policy, grid, index, 1 - index / 50, (q, q, q))
     found = []
     for index in range(4, 4 + 2 * repeats, 2):
+        layer = Layer(0, "", grid, index, "cond", 1 - index / 50)
         began = time.perf_counter()
-        policy._begin(Layer(0, "", grid, index, "cond", 1 - index / 50), q, q, q)
+        policy.policy._begin(policy.forward(layer), layer, q)
         found.append(time.perf_counter() - began)
         step(policy, grid, index + 1, 1 - (index + 1) / 50, (q, q, q))
     return statistics.median(found)
@@ -184,6 +189,7 @@ class Steps:
             anchors, held = [], []
             for index in range(4 + INTERVAL * repeats):
                 if config.interval is None and len(held) >= repeats:
+                    assert handle._tracker.newest is not None
                     handle._tracker.newest.guidance = (next(bend),)  # guidance bends: an anchor by order
                 with handle.during(step=index, sigma=1 - index / 1000, branch="cond"):
                     took = seconds(lambda index=index: self.forward(index), 1, self.cuda)

@@ -14,7 +14,7 @@ from foveate.kernels import bits
 
 TILE = 64
 OCTANT = 8
-CUBE = (4, 4, 4)
+CUBE: tuple[int, int, int] = (4, 4, 4)
 
 
 @dataclass(frozen=True)

