@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from foveate.data.captions import CAPTIONS
-from foveate.data.files import Skip
+from foveate.data.files import Skip, printable
 from foveate.data.folder import read, whole_clips
 from foveate.video import Clip, UnusableError, decode, fit
 
@@ -184,6 +184,7 @@ class Clips:
             self.clips.append(clip)
 
     def _list(self, skipped: list[Skip], quiet: list[Skip]) -> None:
+        skipped, quiet = ([(printable(name), printable(why)) for name, why in rows] for rows in (skipped, quiet))
         for name, reason in quiet:
             log.info("%s: %s", name, reason)
         for name, reason in skipped[:LOUD]:
@@ -195,8 +196,7 @@ class Clips:
         self.skipped += skipped + quiet
 
     def _skip(self, name: str, reason: str) -> None:
-        self.skipped.append((name, reason))
-        log.warning("skipped %s: %s", name, reason)
+        self._list([(name, reason)], [])
 
     def _span(self) -> int:
         return (self.frames - 1) * self.stride + 1

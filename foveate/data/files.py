@@ -101,6 +101,11 @@ def unreadable(error: OSError, link: bool) -> str:
     return f"cannot be read: {error.strerror}"
 
 
+def printable(text: str) -> str:
+    """Text that any log or file can take: bytes and halves of characters that are no text become escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def without(files: Iterable[File], others: set[tuple[int, int]]) -> list[File]:
     """The files that are none of `others`, by identity."""
     return [file for file in files if file.identity not in others]
