@@ -4,8 +4,9 @@
 
 Every method runs in diffusers' own WanPipeline from the same noise as the exact run, and is judged by the finished
 video: PSNR and SSIM against that exact run, a video at a time. Its cost is the self-attention it really executed,
-counted where kernels are called (query-key pairs over those of the exact run), and its time. Settings are chosen on
-some prompts and seeds (those that no other of their family beats in both fidelity and cost), reported on other seeds.
+counted where kernels are called (query-key pairs over those of the exact run), and its time. Our schedules and
+MagCache's ratios are calibrated on videos of their own; settings are chosen on others (those that no other of their
+family beats in both fidelity and cost), and reported on yet others, of other prompts and seeds.
 
 A gate comes first, and once more at the end: `quality=1` must give the plain pipeline's video and execute the same
 attention, and a repeated plain run the same; or the exit code is 1. Not covered: several GPUs, and what bookkeeping
@@ -32,9 +33,11 @@ import torch
 from generation_methods import Method
 from generation_summary import OURS, Outcome, chosen, plain, plot, print_table, targets, together
 
+import foveate as fv
 import foveate.attention
 from foveate.quality import psnr, ssim
 
+SHARES = (0.24, 0.28, 0.32, 0.36, 0.4, 0.44, 0.48, 0.54, 0.6, 0.66, 0.72, 0.8)  # of the calls, of our schedules
 GATE_DB = {"float32": 60.0, "float16": 30.0}  # dB that rounding alone leaves of equal runs, through all steps
 
 
@@ -126,27 +129,57 @@ def gate(bench: Bench, prompts: Sequence[str], seeds: Sequence[int], least: floa
     return {"plain again, dB": min(plain.psnr), "quality 1, dB": min(ours.psnr), "least": least, "green": green}
 
 
-def candidates(steps: int, quick: bool) -> list[Method]:
+@dataclass
+class Prepared:
+    """What runs on yet other videos gave: our calibration, and MagCache's ratios."""
+
+    plan: Any = None
+    ratios: list[float] = field(default_factory=list)
+
+
+def prepare(bench: Bench, prompts: Sequence[str], seeds: Sequence[int]) -> Prepared:
+    def run(pipe: Any) -> None:
+        tiny_wan.generate(pipe, prompts, seeds, steps=bench.steps, shape=bench.shape)
+
+    pipe = tiny_wan.pipeline(copy.deepcopy(bench.model))
+    plan = fv.calibrate(pipe, lambda _: run(pipe), clips=1)  # a batch
+    return Prepared(plan, methods.magnitudes(run, tiny_wan.pipeline(copy.deepcopy(bench.model)), bench.steps))
+
+
+def candidates(steps: int, quick: bool, ready: Prepared) -> list[Method]:
     """Families in turn, so that a time limit leaves something of each: what does not fit is left out from the end."""
-    found = every_candidate(steps, quick)
+    found = every_candidate(steps, quick, ready)
     families = [[one for one in found if one.family == name] for name in dict.fromkeys(one.family for one in found)]
     return [one for row in zip_longest(*families) for one in row if one is not None]
 
 
-def every_candidate(steps: int, quick: bool) -> list[Method]:
+def every_candidate(steps: int, quick: bool, ready: Prepared) -> list[Method]:
     if quick:
         return [
-            *methods.fixed((2, 4)), *methods.by_quality((0.9,), (0.9,)),
+            *methods.fixed((2, 4)), *methods.by_quality((0.9,), (0.9,)), *methods.scheduled(ready.plan, (0.4, 0.55)),
+            *methods.sea((0.3,)), *methods.mag(ready.ratios, (0.06,), (3,)),
             *methods.first_block((0.1, 0.3)),
             *methods.taylorseer((2,)), *methods.pab((2,), ((100, 900),)), *methods.cache_dit((0.2,), steps=steps),
         ]  # fmt: skip
     return [
         *methods.fixed(methods.INTERVALS),
         *methods.by_quality((0.98, 0.96, 0.93, 0.9, 0.99, 0.85, 0.8, 0.7), (0.97, 0.93, 0.9, 0.85, 0.8, 0.7)),
-        *methods.variants(),
+        *methods.variants(), *methods.scheduled(ready.plan, SHARES),
+        *methods.sea((0.1, 0.2, 0.35, 0.6)), *methods.mag(ready.ratios, (0.03, 0.06, 0.12, 0.24), (2, 4)),
         *methods.first_block((0.01, 0.02, 0.03, 0.05, 0.08)), *methods.taylorseer((2, 3, 4, 5)),
         *methods.pab((2, 3, 4), ((100, 800), (0, 950))), *methods.cache_dit((0.02, 0.04, 0.07, 0.12), steps=steps),
     ]  # fmt: skip
+
+
+def divided(found: list[Method], file: Path | None) -> tuple[list[Method], list[Method]]:
+    """Settings that need no choosing, as an earlier run chose them or as all are reported, and the rest."""
+    before = [] if file is None else json.loads(file.read_text())["results"]
+    names, families = {(x["family"], x["setting"]) for x in before}, {x["family"] for x in before}
+    settled = [one for one in found if one.family == "foveate schedule" or (one.family, one.setting) in names]
+    if file is not None:  # ours has changed since, and its settings are few
+        settled += [one for one in found if one.family == "foveate" and one not in settled]
+        families |= {"variant", "states, undamped"}
+    return settled, [one for one in found if one not in settled and one.family not in families]
 
 
 def choose(
@@ -205,6 +238,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--prompts", type=int, help="in a reported batch, at most 4; half as many others to choose settings on"
     )
     parser.add_argument("--families", nargs="+", default=[""], help="those whose names begin so")
+    parser.add_argument(
+        "--chosen", type=Path, help="an earlier run's file: settings of families that it reports are those, unchosen"
+    )
     parser.add_argument("--batches", type=int, default=1, help="of reported videos, other seeds each")
     parser.add_argument("--checkpoint", type=Path, default=tiny_wan.CHECKPOINT)
     options = parser.parse_args(arguments)
@@ -223,11 +259,15 @@ def main(arguments: list[str] | None = None) -> int:
     with counting() as counter:
         bench = Bench(model, steps, (frames, tiny_wan.HEIGHT, tiny_wan.WIDTH), counter)
         checks = [gate(bench, *choosing, GATE_DB[dtype])]
-        tried = [one for one in candidates(steps, options.quick) if one.family.startswith(tuple(options.families))]
+        ready = prepare(bench, tiny_wan.GAMES[1::2][:count], range(2000, 2000 + count))
+        tried = [
+            one for one in candidates(steps, options.quick, ready) if one.family.startswith(tuple(options.families))
+        ]
+        settled, tried = divided(tried, options.chosen)
         outcomes, failed, results, said = [], {}, [], {}
         if checks[0]["green"]:
             outcomes, failed = choose(bench, tried, choosing, lambda: spent(0.45))
-            results = report(bench, chosen(outcomes, tried), reported, lambda: spent(0.95))
+            results = report(bench, [*settled, *chosen(outcomes, tried)], reported, lambda: spent(0.95))
             said = targets(results) | {"predictions": predictions(bench, *reported[0])}
             checks.append(gate(bench, *choosing, GATE_DB[dtype]))
     card = torch.cuda.get_device_name().split()[-1].lower() if device == "cuda" else "cpu"

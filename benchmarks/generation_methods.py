@@ -1,16 +1,19 @@
 """Ways to generate with less attention, each installed on a fresh diffusers pipeline: ours, and peers at their best.
 
-A `Method` is one setting of one family. Families: `exact`; `plain hold` of attention states (DiTango's rule) and
-`states, undamped` at fixed anchor intervals; `foveate` (its default, which holds outputs) and `foveate states`, at
-fixed intervals and by `quality`; diffusers' FirstBlockCache, TaylorSeer and pyramid attention broadcast (PAB);
-cache-dit's DBCache. Ranges are each peer's own sensible one, from
-nearly exact to visibly wrong; variants that its documentation offers are settings like any other.
+A `Method` is one setting of one family. Families: `exact`; `plain hold` of attention states and `states, undamped`
+at fixed anchor intervals; `foveate` (its default, which holds outputs) and `foveate states`, at fixed intervals and by
+`quality`, `foveate schedule` as calibrated; diffusers' FirstBlockCache, TaylorSeer, MagCache, SeaCache and pyramid
+attention broadcast (PAB); cache-dit's DBCache. TeaCache is not in diffusers 0.42.1, and DiTango's own rule, which
+fetches groups of keys by a threshold, is for several ranks: neither is here. Ranges are each peer's own sensible one,
+from nearly exact to visibly wrong; variants that its documentation offers are settings like any other.
 """
 
 import importlib.util
+import io
+import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,6 +87,17 @@ def by_quality(outputs: tuple[float, ...], attention: tuple[float, ...]) -> list
     ]
 
 
+def scheduled(plan: "fv.Calibration | None", shares: tuple[float, ...]) -> list[Method]:
+    """Ours, planned from exact runs of other videos; as many shares of the calls as are given."""
+    if plan is None:
+        return []
+    return [Method("foveate schedule", f"{share:.0%} of the calls", reuse_planned(plan, share)) for share in shares]
+
+
+def reuse_planned(plan: "fv.Calibration", share: float) -> Install:
+    return lambda pipe: fv.reuse(pipe, fv.ReuseConfig(schedule=plan.schedule(share)))
+
+
 def cached(config: Callable[[Any], Any]) -> Install:
     """One of diffusers' caches: `config` is given the pipeline."""
 
@@ -128,6 +142,60 @@ def taylorseer(intervals: tuple[int, ...]) -> list[Method]:
         Method("TaylorSeer", f"every {n}, {name}", config(n, **how))
         for n in intervals
         for name, how in variants.items()
+    ]
+
+
+def sea(thresholds: tuple[float, ...]) -> list[Method]:
+    """SeaCache: the whole block stack skipped while a filtered latent has changed by less than the threshold.
+
+    Its residual extrapolated, its default, with its two reuses in a row and with four.
+    """
+    from diffusers import SeaCacheConfig
+
+    def config(threshold: float, row: int) -> Install:
+        return cached(lambda _: SeaCacheConfig(threshold=threshold, max_consecutive_cached=row, retention_steps=WARMUP))
+
+    return [
+        Method("SeaCache", f"threshold {x:g}, at most {row} in a row", config(x, row))
+        for x in thresholds
+        for row in (2, 4)
+    ]
+
+
+def magnitudes(run: Callable[[Any], Any], pipe: Any, steps: int) -> list[float]:
+    """MagCache's own calibration: what it prints of one run, the mean over both branches of guidance."""
+    from diffusers import MagCacheConfig
+
+    said = io.StringIO()
+    with (
+        redirect_stdout(said),
+        cached(lambda _: MagCacheConfig(calibrate=True, num_inference_steps=steps))(pipe),
+    ):
+        run(pipe)
+    found = [json.loads(line) for line in said.getvalue().splitlines() if line.startswith("[") and line[1:2].isdigit()]
+    if not found:
+        raise ValueError(f"MagCache printed no ratios: {said.getvalue()[:200]!r}")
+    return [sum(row) / len(row) for row in zip(*found, strict=True)]
+
+
+def mag(ratios: list[float], thresholds: tuple[float, ...], rows: tuple[int, ...]) -> list[Method]:
+    """MagCache: block residuals repeated while the ratios of their sizes, measured before, say little changes."""
+    from diffusers import MagCacheConfig
+
+    def config(threshold: float, row: int) -> Install:
+        return cached(
+            lambda _: MagCacheConfig(
+                threshold=threshold, max_skip_steps=row, num_inference_steps=len(ratios), mag_ratios=ratios,
+                retention_ratio=WARMUP / len(ratios),
+            )
+        )  # fmt: skip
+
+    if not ratios:
+        return []
+    return [
+        Method("MagCache", f"threshold {x:g}, at most {row} in a row", config(x, row))
+        for x in thresholds
+        for row in rows
     ]
 
 

@@ -92,8 +92,16 @@ def test_benchmark(bench: ModuleType, trained: Path, tmp_path: Path, capsys: pyt
     for family in ours:
         assert held[family, "every 2"]["attention"] == pytest.approx(6 / 8)  # steps 5 and 7 are held
     assert held["TaylorSeer", "every 2, order 1"]["attention"] < 1
+    assert 0 < held["SeaCache", "threshold 0.3, at most 2 in a row"]["attention"] <= 1
+    assert 0 < held["MagCache", "threshold 0.06, at most 3 in a row"]["attention"] <= 1
+    reported = {(x["family"], x["setting"]): x for x in said["results"]}
+    assert reported["foveate schedule", "55% of the calls"]["attention"] == pytest.approx(4 / 8)
     assert held["PAB", "every 2 in 100-900"]["attention"] < 1
     assert len({tuple(held[family, "every 2"]["psnr"]) for family in ours}) > 2
+    found = bench.every_candidate(8, True, bench.Prepared())
+    settled, rest = bench.divided(found, file)
+    assert {one.family for one in settled} <= {one.family for one in found}
+    assert not {one.family for one in rest} & {family for family, _ in reported}
 
 
 def test_gate_sees_a_wrong_exact_mode(bench: ModuleType, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,8 @@ def calibrate(target: Any, run: Callable[[int], Any], *, clips: int = 4) -> Cali
     if clips < 1:
         raise ValueError(f"a calibration needs at least 1 clip, got {clips}")
     found: list[Calibration] = []
-    with Recording(target, ReuseConfig(quality=1.0)) as recording:
+    recording = Recording(target, ReuseConfig(quality=1.0))
+    with recording:
         for number in range(clips):
             run(number)
             found.append(recording.take())

@@ -21,8 +21,7 @@ class ReuseConfig:
         deciding at run time.
     warmup: first steps of every request, all anchors; None: a fifth of its steps, 2 to 5, or 5 where nobody says how
         many there are.
-    order: 1 extrapolates held states in the noise level from their last two fresh values, 0 leaves them (DiTango's
-        rule).
+    order: 1 extrapolates held states in the noise level from their last two fresh values, 0 leaves them.
     damping: factor of the extrapolation, a number in 0 ... 1, or None: fitted per layer, part and state at anchors; 1
         where outputs are held.
     mend: of outputs: at the first computed step after held ones, take back what these missed, as interpolation shows it
