@@ -179,7 +179,7 @@ def test_a_long_list_of_skipped_files_is_not_a_long_log(put, tmp_path, caplog):
         (tmp_path / f"{number}.bin").touch()
     clips = Clips(tmp_path, **SHAPE)
     assert len(clips.skipped) == 50
-    assert len(caplog.records) == 21
+    assert sum(record.levelname == "WARNING" for record in caplog.records) == 21
     assert "skipped 30 more (30 times the file is empty)" in caplog.text
 
 
