@@ -135,7 +135,7 @@ def attend(
         _refuse_transforms(q, k, v)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    pooled = _pooled(periphery, q.shape[2], q.device)
+    pooled = periphery_constants(periphery, q.shape[2], q.device)
     if selection is None:
         pooled = None  # nothing is left out, so there is no periphery
     if backend == "reference":
@@ -336,7 +336,7 @@ def _check_selection(q: Tensor, k: Tensor, selection: Selection) -> None:
         raise ValueError(f"the selection is on {selection.words.device}, q on {q.device}; use selection.to(q.device)")
 
 
-def _pooled(periphery: Periphery, heads: int, device: torch.device) -> Tensor | None:
+def periphery_constants(periphery: Periphery, heads: int, device: torch.device) -> Tensor | None:
     """float32 (H,): the constant of each head's periphery, -inf where it is dropped; None where all are."""
     if isinstance(periphery, Tensor):
         if periphery.dtype not in (torch.bool, torch.float32) or periphery.shape != (heads,):

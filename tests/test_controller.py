@@ -3,6 +3,7 @@
 Shapes: B batch, S tokens, H heads, D head dim, W width.
 """
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from foveate.costs import Costs, Machine
 from foveate.sparsity import controller
 from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.handle import sparsify
-from foveate.sparsity.profile import HeadProfile, SparsityProfile
+from foveate.sparsity.profile import CONSTANTS, DROP, POOL, HeadProfile, SparsityProfile
 from foveate.tiles import VideoGrid
 
 GRID = VideoGrid(8, 8, 16)
@@ -183,16 +184,20 @@ def test_repeated_and_resumed_it_is_the_same_bit_by_bit(whole: Run) -> None:
 # Decisions from numbers
 
 
+SHARES = {DROP: 1.0, -4.0: 0.9, -2.0: 0.6, -1.0: 0.4, -0.5: 0.402, POOL: 0.5, 0.5: 0.8}  # of the error, by constant
+
+
 def profile_of(error: float, layers: int = 2, heads: int = 3) -> SparsityProfile:
-    """Errors that fall with the budget from `error` at the smallest; pooled half of dropped."""
+    """Errors that fall with the budget from `error` at the smallest; pooled half of dropped, least at -1."""
     profile = SparsityProfile.empty(layers)
     curve = error * (1 - torch.tensor(profile.budgets)).expand(heads, -1)
     for index in range(layers):
         scale = torch.arange(1, heads + 1)[:, None] / heads
+        shares = torch.tensor([SHARES[x] for x in CONSTANTS])
+        errors = (curve * scale)[:, None] * shares[:, None]
         layer = HeadProfile(
-            recall_oracle=1 - curve, recall_predicted=1 - curve * scale, error_drop=curve * scale,
-            error_pool=curve * scale / 2, error_drop_oracle=curve, error_pool_oracle=curve,
-        )  # fmt: skip
+            recall_oracle=1 - curve, recall_predicted=1 - curve * scale, error_oracle=errors, error_predicted=errors
+        )
         profile = profile.updated(index, layer, 0)
     return profile
 
@@ -209,14 +214,30 @@ def test_smallest_budget_interpolates_and_ends_at_everything() -> None:
     assert controller.smallest_budget(error[:1], (0.1, 0.5), 0.1).tolist() == pytest.approx([0.75])
 
 
-def test_one_error_level_gives_each_head_its_own_budget_and_the_cheaper_periphery() -> None:
-    budgets, pooled = controller.by_error(profile_of(0.6), 0.12, "auto")
-    assert pooled.all()
+def test_one_error_level_gives_each_head_its_own_budget_and_the_best_constant() -> None:
+    budgets, constants = controller.by_error(profile_of(0.6), 0.12, "auto")
+    assert (constants == -1).all()
     assert budgets[0].tolist() == sorted(budgets[0].tolist())
     assert budgets[0, 0] < budgets[0, 2]
-    dropped, none = controller.by_error(profile_of(0.6), 0.12, "drop")
-    assert not none.any()
-    assert (dropped >= budgets).all()
+    for periphery, constant in (("pool", POOL), ("drop", DROP), (-2.0, -2.0)):
+        others, given = controller.by_error(profile_of(0.6), 0.12, periphery)
+        assert (given == constant).all()
+        assert (others >= budgets).all()
+        assert (others > budgets).any()
+    at, chosen = controller.at_budget(profile_of(0.6), 0.1, "auto")
+    assert (at == 0.1).all()
+    assert (chosen == -1).all()
+
+
+def test_a_constant_that_is_nearly_as_good_stays_and_plans_survive_json() -> None:
+    for old, stays in ((-0.5, True), (POOL, False), (DROP, False)):
+        plan = controller.Plan(((0.2,) * 3,) * 2, ((old,) * 3,) * 2, (True, False))
+        for found in (controller.by_error(profile_of(0.6), 0.06, "auto", None, plan),
+                      controller.at_budget(profile_of(0.6), 0.1, "auto", plan)):  # fmt: skip
+            assert (found[1] == (old if stays else -1.0)).all()
+        assert controller.Plan.from_dict(json.loads(json.dumps(plan.to_dict(), allow_nan=False))) == plan
+    before_constants = {"budgets": [[0.1, 0.2]], "pooled": [[True, False]], "sparse": [True]}
+    assert controller.Plan.from_dict(before_constants).constants == ((POOL, DROP),)
 
 
 def run_controller(config: SparsityConfig, gaps: list[float | None], error: float = 0.3) -> list[controller.Control]:

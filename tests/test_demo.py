@@ -66,8 +66,8 @@ def test_a_plan_is_computed_head_by_head_and_randomly_where_that_is_asked() -> N
     grid, seen = VideoGrid(4, 16, 16), []
     q, k, v = torch.randn(3, 1, grid.tokens, 2, 16, generator=torch.Generator().manual_seed(0))
     plans = [
-        {"step": 2, "active": False, "kept": [[0.25, 0.25], [0.25, 0.25]], "pooled": [[True, True]] * 2},
-        {"step": 5, "active": True, "kept": [[0.25, 0.5], [1.0, 1.0]], "pooled": [[True, False], [True, True]]},
+        {"step": 2, "active": False, "kept": [[0.25, 0.25], [0.25, 0.25]], "constants": [[0.0, 0.0]] * 2},
+        {"step": 5, "active": True, "kept": [[0.25, 0.5], [1.0, 1.0]], "constants": [[-1.0, None], [0.0, 0.0]]},
     ]
     trainer = SimpleNamespace(step=0, config=SimpleNamespace(seed=0))
 
@@ -84,7 +84,7 @@ def test_a_plan_is_computed_head_by_head_and_randomly_where_that_is_asked() -> N
     assert torch.equal(policy(second, q, k, v), attend(q, k, v).out)
     assert not seen
     out = policy(first, q, k, v)
-    assert torch.allclose(out, attend(q, k, v, seen[0], periphery=torch.tensor([True, False])).out)
+    assert torch.allclose(out, attend(q, k, v, seen[0], periphery=[-1.0, "drop"]).out)
     assert seen[0].to_dense().sum(-1).unique(dim=-1).flatten().tolist() == [4, 8]  # of 16 tiles
     trainer.step = 6
     policy(first, q, k, v)

@@ -11,7 +11,7 @@ from foveate.sparsity import controller
 from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.handle import sparsify
 from foveate.sparsity.influence import WINDOW, Influence
-from foveate.sparsity.profile import HeadProfile, SparsityProfile
+from foveate.sparsity.profile import POOL, HeadProfile, SparsityProfile
 
 SIZE = (1, 3, 4, 16, 16)  # 256 tokens
 SIGMA = torch.tensor([0.5])
@@ -88,9 +88,9 @@ def test_layers_without_gradients_count_as_usual() -> None:
 
 def test_heads_of_influence_keep_more() -> None:
     error = torch.tensor([0.5, 0.4, 0.3, 0.2, 0.1]).expand(2, -1)
-    names = HeadProfile.__dataclass_fields__
     points = (0.05, 0.1, 0.2, 0.3, 0.5)
-    profile = SparsityProfile.empty(1, points).updated(0, HeadProfile(**dict.fromkeys(names, error)), 0)
+    profile = SparsityProfile.empty(1, points, (POOL,))
+    profile = profile.updated(0, HeadProfile.from_flat(error[:, None].expand(-1, 4, -1)), 0)
     alike, _ = controller.by_error(profile, 0.3, "pool")
     assert alike[0, 0] == alike[0, 1] == pytest.approx(0.2)
     budgets, _ = controller.by_error(profile, 0.3, "pool", torch.tensor([[0.5, 2.0]]))  # 0.8 on average

@@ -7,7 +7,7 @@ import torch
 
 from foveate.attention import attend
 from foveate.sparsity.predictor import Predictor
-from foveate.sparsity.profile import BUDGETS, HeadProfile, SparsityProfile, profile
+from foveate.sparsity.profile import BUDGETS, CONSTANTS, HeadProfile, SparsityProfile, profile
 from foveate.sparsity.select import select
 from foveate.tiles import Selection, VideoGrid
 
@@ -53,15 +53,18 @@ def test_profile_agrees_with_whole_attention(grid, scale, ranked):
     for column, budget in enumerate(budgets):
         chosen = select(q, k, grid, predictor=predictor, budget=budget, scale=scale)
         oracle = oracle_selection(mass, chosen, grid)
-        sides = ((chosen, "", found.recall_predicted), (oracle, "_oracle", found.recall_oracle))
-        for selection, suffix, recall in sides:
+        sides = (
+            (chosen, found.error_predicted, found.recall_predicted),
+            (oracle, found.error_oracle, found.recall_oracle),
+        )
+        for selection, errors, recall in sides:
             kept = selection.to_dense()[:, :, tokens // 64]
             expected = (mass[:, :, tokens] * kept).sum(-1).mean((0, 2))
             torch.testing.assert_close(recall[:, column], expected, rtol=1e-5, atol=1e-5)
-            for periphery in ("drop", "pool"):
+            for place, periphery in enumerate(CONSTANTS):
                 out = attend(q, k, v, selection, scale=scale, periphery=periphery, backend="reference").out[:, tokens]
                 expected = (out - exact).square().sum((0, 1, 3)).sqrt() / exact.square().sum((0, 1, 3)).sqrt()
-                error = getattr(found, f"error_{periphery}{suffix}")[:, column]
+                error = errors[:, place, column]
                 torch.testing.assert_close(error, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -79,9 +82,9 @@ def oracle_selection(mass, chosen, grid):
 def test_all_kept_is_exact(grid):
     q, k, v = sample(grid)
     found = profile(q, k, v, grid, predictor=None, budgets=(1.0,), generator=generator())
-    assert all(getattr(found, name).shape == (4, 1) for name in FIELDS)
     for name in FIELDS:
-        expected = torch.full((4, 1), 1.0 if name.startswith("recall") else 0.0)
+        shape = (4, 1) if name.startswith("recall") else (4, len(CONSTANTS), 1)
+        expected = torch.full(shape, 1.0 if name.startswith("recall") else 0.0)
         torch.testing.assert_close(getattr(found, name), expected, rtol=0, atol=1e-5)
 
 
@@ -109,7 +112,7 @@ def test_wrong_arguments_raise():
 
 
 def constant(value):
-    return HeadProfile(**{name: torch.full((2, 3), value) for name in FIELDS})
+    return HeadProfile.from_flat(torch.full((2, 2 + 2 * len(CONSTANTS), 3), value))
 
 
 def test_running_profile_averages_and_survives_json():
@@ -119,8 +122,8 @@ def test_running_profile_averages_and_survives_json():
     assert empty.layers == (None, None)
     assert empty.steps == (-1, -1)
     assert once.steps == (-1, 10)
-    torch.testing.assert_close(once.layers[1].error_pool, torch.ones(2, 3))
-    torch.testing.assert_close(twice.layers[1].error_pool, torch.full((2, 3), 1.25))
+    torch.testing.assert_close(once.layers[1].recall_predicted, torch.ones(2, 3))
+    torch.testing.assert_close(twice.layers[1].error_predicted, torch.full((2, len(CONSTANTS), 3), 1.25))
     back = SparsityProfile.from_dict(json.loads(json.dumps(twice.to_dict(), allow_nan=False)))
     assert (back.budgets, back.steps, back.layers[0]) == (twice.budgets, twice.steps, None)
     assert all(torch.equal(getattr(back.layers[1], name), getattr(twice.layers[1], name)) for name in FIELDS)

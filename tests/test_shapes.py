@@ -7,8 +7,9 @@ from foveate.sparsity.shapes import best, shape_errors, tile_shapes
 from foveate.tiles import VideoGrid
 
 
-def errors(q, k, v, grid, shapes, rows=6):
-    return shape_errors(q, k, v, grid, budget=0.1, shapes=shapes, rows=rows, generator=torch.Generator().manual_seed(0))
+def errors(q, k, v, grid, shapes, rows=6, constants=(0.0,)):
+    draw = torch.Generator().manual_seed(0)
+    return shape_errors(q, k, v, grid, budget=0.1, shapes=shapes, constants=constants, rows=rows, generator=draw)
 
 
 def test_candidates_have_64_tokens_and_fit_the_grid() -> None:

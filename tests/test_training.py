@@ -87,7 +87,7 @@ def test_every_decision_is_written_with_what_each_head_keeps(finished: Trainer) 
     lines = [json.loads(line) for line in (finished.config.out / "plans.jsonl").read_text().splitlines()]
     plan = next(line for line in lines if line["active"])
     assert plan["step"] == next(row["step"] for row in history(finished.config.out) if row.get("switched"))
-    assert np.shape(plan["kept"]) == np.shape(plan["pooled"]) == (2, 2)
+    assert np.shape(plan["kept"]) == np.shape(plan["constants"]) == (2, 2)
     following = history(finished.config.out)[plan["step"]]
     assert following["kept"] == pytest.approx(np.mean(plan["kept"]))
 

@@ -208,11 +208,11 @@ class ParallelHandle:
         policy.fetched.got.clear()
         policy.fetched.others.clear()
         layers = []
-        for index, (budget, pooled) in enumerate(zip(inner.budgets, inner.pooled, strict=True)):
+        for index, (budget, constants) in enumerate(zip(inner.budgets, inner.constants, strict=True)):
             sparse = inner.mode != "dense" and inner.sparse_layers[index]
             density = tuple(budget.tolist()) if sparse else (1.0,) * inner.heads
             known = {degree: union[index, degree] for degree in degrees if (index, degree) in union}
-            layers.append(LayerLoad(density, tuple(pooled.tolist()), known))
+            layers.append(LayerLoad(density, tuple((constants > -torch.inf).tolist()), known))
         batch, _, dim, width = policy.shape
         return Load(layers=tuple(layers), tokens=policy.grid.tokens, dim=dim, batch=batch, width=width)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foveate.attention import Dense, Layer, Policy, attend, no_autocast
+from foveate.attention import Dense, Layer, Policy, attend, no_autocast, periphery_constants
 from foveate.parallel.buffers import Buffers
 from foveate.parallel.comm import TIMEOUT, Group, Shards, partition, release
 from foveate.parallel.headwise import Heads, exchange_qkv, own_heads, return_out
@@ -211,13 +211,10 @@ class Parallel:
         return selection.words[:, mine.to(selection.words.device)][:, :, rows].contiguous()
 
     def _pooled(self, layer: Layer, mine: Tensor) -> Tensor | None:
-        """bool (h,) of own heads with a pooled periphery; None where the layer has none, on any rank."""
+        """float32 (h,): constants of own heads' periphery; None where the layer drops all, on any rank."""
         if isinstance(self.inner, Sparse):
-            pooled = self.inner.periphery(layer)
-            return None if isinstance(pooled, str) else pooled[mine]
+            constants = self.inner.periphery(layer)
+            return None if isinstance(constants, str) else constants[mine]
         assert isinstance(self.inner, Fixed)
-        names = self.inner.periphery
-        if "pool" not in names:  # of a word too: only "pool" holds it
-            return None
-        pools = [(names if isinstance(names, str) else names[head]) == "pool" for head in mine.tolist()]
-        return torch.tensor(pools, device=mine.device)
+        constants = periphery_constants(self.inner.periphery, self.inner.selections[layer.index].heads, mine.device)
+        return None if constants is None else constants[mine]

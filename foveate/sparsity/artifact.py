@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from foveate.attention import Dense, Layer
 from foveate.models import adapters
-from foveate.sparsity.controller import Decision
+from foveate.sparsity.controller import Decision, Plan
 from foveate.sparsity.policy import Sparse
 
 log = logging.getLogger("foveate")
@@ -37,7 +37,7 @@ def save(
     active = {length: decision for length, decision in decisions.items() if decision.active}
     if not active:
         log.warning("nothing is sparse at step %d: what is saved in %s will load, and compute dense", step, folder)
-    plans = {str(length): vars(decision.plan) for length, decision in active.items()}
+    plans = {str(length): decision.plan.to_dict() for length, decision in active.items() if decision.plan is not None}
     about = {
         "format": FORMAT, "model": installed.adapter.model, "layers": len(installed.layers),
         "heads": installed.heads, "dim": installed.dim, "rank": policy.rank, "query_tile": policy.query_tile,
@@ -77,7 +77,8 @@ def load_sparse(model: nn.Module, folder: Path | str, *, backend: str = "auto") 
     for learner in policy.learners:
         learner.start = min(learner.start, learner.seen)
     for length, plan in about["plans"].items():
-        for index, row in enumerate(zip(plan["budgets"], plan["pooled"], plan["sparse"], strict=True)):
+        plan = Plan.from_dict(plan)
+        for index, row in enumerate(zip(plan.budgets, plan.constants, plan.sparse, strict=True)):
             policy.assign(index, *row, length=int(length))
     policy.mode, policy.nearest = "sparse" if about["plans"] else "dense", True
     policy.freeze()

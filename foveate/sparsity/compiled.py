@@ -52,7 +52,8 @@ def _policy(
     step: int,
     grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, lse, and what its backward needs: words (B, H, R, W), pooled (H,), and on the CPU (sparse, any pooled)."""
+    """out, lse, and what its backward needs: words (B, H, R, W), constants of the periphery (H,), and on the CPU
+    (sparse, any pooled)."""
     policy = _policies[token]
     grid = VideoGrid(*sizes, cube=(cube[0], cube[1], cube[2]))
     layer = Layer(index, str(index), grid, None if step < 0 else step)
@@ -63,7 +64,7 @@ def _policy(
     words = _no_words(q, query_tile) if selection is None else selection.words.clone()
     setting = policy.setting(grid.tokens)
     facts = torch.tensor([selection is not None, not setting.drops[index]])
-    return state.out.contiguous(), state.lse.contiguous(), words, setting.pooled[index].clone(), facts
+    return state.out.contiguous(), state.lse.contiguous(), words, setting.constants[index].clone(), facts
 
 
 @_policy.register_fake
@@ -73,14 +74,14 @@ def _(q, k, v, token, query_tile, index, sizes, cube, step, grad):
         torch.empty_like(q, memory_format=torch.contiguous_format),
         q.new_empty((batch, heads, tokens), dtype=torch.float32),
         _no_words(q, query_tile),
-        q.new_empty((heads,), dtype=torch.bool),
+        q.new_empty((heads,), dtype=torch.float32),
         torch.empty(2, dtype=torch.bool, device="cpu"),
     )
 
 
 @torch.library.custom_op("foveate::policy_backward", mutates_args=())
 def _policy_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, words: Tensor, pooled: Tensor,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, words: Tensor, constants: Tensor,
     facts: Tensor, token: int, query_tile: int, index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv by the backward of the kernel that computed the forward."""
@@ -89,12 +90,12 @@ def _policy_backward(
         policy.influence.note(index, squares(out), dout)
     sparse, any_pooled = facts.tolist()
     backend, scale = policy.backend, q.shape[-1] ** -0.5
-    parts: tuple[Any, ...] = (words, pooled if any_pooled else None, backend) if sparse else (None, None, "auto")
+    parts: tuple[Any, ...] = (words, constants if any_pooled else None, backend) if sparse else (None, None, "auto")
     return torch.ops.foveate.attend_backward(dout, None, q, k, v, out, lse, *parts, query_tile, query_tile, scale)
 
 
 @_policy_backward.register_fake
-def _(dout, q, k, v, out, lse, words, pooled, facts, token, query_tile, index):
+def _(dout, q, k, v, out, lse, words, constants, facts, token, query_tile, index):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 

@@ -1,5 +1,6 @@
 """What a user may set about sparse attention: one frozen dataclass, checked when made."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,8 +21,9 @@ class SparsityConfig:
     """Kept fraction of the key tiles in (0, 1], one or one per head; then nothing is decided by the loss."""
     dense_layers: Sequence[int] = ()
     """Layers that stay dense whatever is measured; DSV keeps the first and the last (its section 4)."""
-    periphery: Literal["auto", "drop", "pool"] = "auto"
-    """What unselected tiles do: drop, pool, or auto, each head's cheaper one at equal error."""
+    periphery: Literal["auto", "drop", "pool"] | float = "auto"
+    """What unselected tiles do: drop, pool (each takes part as its mean), or a number, a constant on the logits of
+    those means (see `attend`). auto: each head's cheapest at equal error, of a few constants that are profiled."""
     rank: int = 16
     """Rank of the predictors."""
     query_tile: int | None = None
@@ -63,8 +65,9 @@ class SparsityConfig:
 
     def __post_init__(self) -> None:
         self._check_goal()
-        if self.periphery not in ("auto", "drop", "pool"):
-            raise ValueError(f"periphery must be auto, drop or pool, got {self.periphery!r}")
+        number = isinstance(self.periphery, int | float) and math.isfinite(self.periphery)
+        if not number and self.periphery not in ("auto", "drop", "pool"):
+            raise ValueError(f"periphery must be auto, drop, pool or a finite number, got {self.periphery!r}")
         if self.query_tile not in (None, 64, 128):
             raise ValueError(f"query_tile must be 64 or 128 tokens, or None, got {self.query_tile}")
         if self.backend not in ("auto", *BACKENDS):
@@ -94,7 +97,7 @@ class SparsityConfig:
             raise ValueError("give a tolerance (budgets are found) or a budget (fixed), not both")
         if self.rule == "dsv" and given:
             raise ValueError(f"rule 'dsv' finds budgets from dsv_mass; it has no use for a {given[0]}")
-        if self.rule == "dsv" and self.periphery == "pool":
+        if self.rule == "dsv" and self.periphery not in ("auto", "drop"):
             raise ValueError("rule 'dsv' drops what it does not select; leave periphery as it is")
         if self.tolerance is not None and not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance is a relative increase of the loss, in (0, 1), got {self.tolerance}")

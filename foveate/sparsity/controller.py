@@ -1,28 +1,30 @@
 """Which layers are sparse, and what each head keeps: pure functions from reduced measurements to a `Decision`.
 
-One error level epsilon for all heads is the only unknown. Every head gets the smallest budget, and the cheaper
-periphery, whose measured output error, weighed by what the model makes of that head (influence.py), stays within
-epsilon; a layer is sparse where the prices say that pays; epsilon moves until the measured paired gap, loss with sparse
-over loss with dense attention - 1, nears the tolerance from below. A search with brackets: `good` is the largest level
-that held, `bad` the smallest that did not, and both are forgotten slowly, because a model in training moves. Two clean
-measurements make training sparse; one far above the tolerance, or two above it, make it dense again, and so does error
-that rises until sparse attention no longer pays.
+One error level epsilon for all heads is the only unknown. Every head gets the smallest budget, and the constant of its
+periphery that allows it, whose measured output error, weighed by what the model makes of that head (influence.py),
+stays within epsilon; a layer is sparse where the prices say that pays; epsilon moves until the measured paired gap,
+loss with sparse over loss with dense attention - 1, nears the tolerance from below. A search with brackets: `good` is
+the largest level that held, `bad` the smallest that did not, and both are forgotten slowly, because a model in training
+moves. Two clean measurements make training sparse; one far above the tolerance, or two above it, make it dense again,
+and so does error that rises until sparse attention no longer pays.
 
 No clock, no randomness, no collectives: the same numbers give the same decision on every rank and in every repeat.
 After DSV (arXiv 2502.07590, section 4, two-stage training), whose rule of 90 % mass is `by_mass`.
 
-Shapes: L layers, H heads, K budgets of a profile.
+Shapes: L layers, H heads, K budgets and P constants of a profile.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from foveate.attention import PERIPHERIES
 from foveate.sparsity.cadence import OFTEN, RARE
 from foveate.sparsity.config import SparsityConfig
-from foveate.sparsity.profile import HeadProfile, SparsityProfile
+from foveate.sparsity.profile import DROP, POOL, HeadProfile, SparsityProfile, plain, unplain
 
 Price = Callable[[Sequence[float], Sequence[bool]], tuple[float, float]]
 """(budgets of a layer's heads, which are pooled) -> milliseconds of the layer (sparse, dense)."""
@@ -36,16 +38,34 @@ STRIDE = 1.2  # by which epsilon rises in search of a first plan that pays
 FORGET = 1.15  # a bracket drifts outwards by this at each measurement
 POOL_WORK = 1 / 64  # of dense attention: one pooled key a tile
 SAME = 0.1  # budgets that moved by less, relatively, are left as they are
+KEEP = 0.05  # a head's constant is left as it is while its budget, or error, is no larger than this above the best
 LEAVE, ENTER = 1.0, 0.95  # a sparse layer must cost less than this share of dense to stay, and to become sparse
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every layer does when attention is sparse: (L, H) budgets and pooled heads, (L,) which are sparse at all."""
+    """What every layer does when attention is sparse: (L, H) budgets and constants of the periphery (-inf where it is
+    dropped, 0 where it is pooled, see `attend`), (L,) which are sparse at all."""
 
     budgets: tuple[tuple[float, ...], ...]
-    pooled: tuple[tuple[bool, ...], ...]
+    constants: tuple[tuple[float, ...], ...]
     sparse: tuple[bool, ...]
+
+    @property
+    def pooled(self) -> tuple[tuple[bool, ...], ...]:
+        """(L, H): whether a head's periphery takes part at all."""
+        return tuple(tuple(x > DROP for x in row) for row in self.constants)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinity."""
+        return {**vars(self), "constants": [plain(row) for row in self.constants]}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> "Plan":
+        """Undoes `to_dict`; plans of before there were constants said which heads are pooled."""
+        constants = saved.get("constants") or [[POOL if on else None for on in row] for row in saved["pooled"]]
+        budgets = tuple(tuple(row) for row in saved["budgets"])
+        return cls(budgets, tuple(unplain(row) for row in constants), tuple(saved["sparse"]))
 
     @property
     def kept(self) -> float:
@@ -105,8 +125,8 @@ def advance(
     before = control.decision
 
     def plan_at(level: float) -> Plan:
-        budgets, pooled = by_error(profile, level, config.periphery, influence)
-        return place(budgets.clamp(min=least), pooled, price, before.plan, config.dense_layers)
+        budgets, constants = by_error(profile, level, config.periphery, influence, before.plan)
+        return place(budgets.clamp(min=least), constants, price, before.plan, config.dense_layers)
 
     # Nothing sparse costs nothing. The level may then rise until something pays, which is measured before it is used.
     moved = _move(control, 0.0 if gap is None else gap, config.goal)
@@ -170,8 +190,8 @@ def _fixed(
     """Budgets that the loss does not move: given ones, or DSV's rule."""
     before, (often, rare) = control.decision, _cadence(config)
     if config.budget is not None:
-        budgets, pooled = at_budget(profile, config.budget, config.periphery)
-        plan = place(budgets, pooled, price, before.plan, config.dense_layers)
+        budgets, constants = at_budget(profile, config.budget, config.periphery, before.plan)
+        plan = place(budgets, constants, price, before.plan, config.dense_layers)
     else:
         plan = by_mass(profile, config.dsv_mass, config.dsv_threshold, config.dense_layers, least)
     if before.plan is not None and _same(plan, before.plan):
@@ -199,37 +219,69 @@ def smallest_budget(error: Tensor, budgets: Sequence[float], epsilon: float) -> 
 
 
 def by_error(
-    profile: SparsityProfile, epsilon: float, periphery: str, influence: Tensor | None = None
+    profile: SparsityProfile,
+    epsilon: float,
+    periphery: str | float,
+    influence: Tensor | None = None,
+    before: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Budgets (L, H) and pooled heads (L, H) at one level of weighed error, by the predictor's own choice of tiles."""
-    drop, pool = (smallest_budget(error, profile.budgets, epsilon) for error in weighed(profile, influence))
-    pooled = _choice(periphery, pool + POOL_WORK < drop)
-    return torch.where(pooled, pool, drop), pooled
+    """Budgets (L, H) at one level of weighed error, by the predictor's own choice of tiles, and the constants (L, H)
+    of the periphery that allow them. before: whose constants stay where they are as good."""
+    error, constants = weighed(profile, influence), _allowed(profile, periphery)
+    error = error[..., [profile.constants.index(x) for x in constants], :]
+    budgets = smallest_budget(error, profile.budgets, epsilon)
+    pools = torch.tensor(constants) > DROP
+    # Among those that come down to the smallest budget, the one of least error.
+    work = budgets + POOL_WORK * pools + 1e-4 * error[..., 0]
+    chosen = _chosen(work, constants, before)
+    return budgets.gather(-1, chosen).squeeze(-1), torch.tensor(constants, dtype=torch.float64)[chosen.squeeze(-1)]
 
 
-def weighed(profile: SparsityProfile, influence: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output errors (L, H, K), dropped and pooled, each head's by the square root of its influence (L, H)."""
-    found = profile.stacked()
-    if influence is None:
-        return found.error_drop, found.error_pool
-    weight = (influence / influence.mean()).sqrt().clamp(1 / MOST, MOST).unsqueeze(-1)
-    return weight * found.error_drop, weight * found.error_pool
+def weighed(profile: SparsityProfile, influence: Tensor | None) -> Tensor:
+    """Output errors (L, H, P, K), each head's by the square root of its influence (L, H)."""
+    error = profile.stacked().error_predicted
+    return error if influence is None else error * weights(influence)[..., None, None]
 
 
-def most_useful(profile: SparsityProfile, periphery: str, influence: Tensor | None = None) -> float:
+def weights(influence: Tensor) -> Tensor:
+    """What heads' errors count (L, H), of their influence."""
+    return (influence / influence.mean()).sqrt().clamp(1 / MOST, MOST)
+
+
+def most_useful(profile: SparsityProfile, periphery: str | float, influence: Tensor | None = None) -> float:
     """The error level at which every head has the smallest budget. A higher one would only be slow to come back."""
-    drop, pool = (error[..., 0] for error in weighed(profile, influence))
-    return float(torch.where(_choice(periphery, pool < drop), pool, drop).max())
+    places = [profile.constants.index(x) for x in _allowed(profile, periphery)]
+    return float(weighed(profile, influence)[:, :, places, 0].amin(-1).max())
 
 
-def at_budget(profile: SparsityProfile, budget: float | Sequence[float], periphery: str) -> tuple[Tensor, Tensor]:
-    """Budgets (L, H) as given, one or one per head, and the periphery with the smaller error there (L, H)."""
-    found = profile.stacked()
-    layers, heads, _ = found.error_drop.shape
+def at_budget(
+    profile: SparsityProfile, budget: float | Sequence[float], periphery: str | float, before: Plan | None = None
+) -> tuple[Tensor, Tensor]:
+    """Budgets (L, H) as given, one or one per head, and the constants of smallest error there (L, H)."""
+    error, constants = profile.stacked().error_predicted, _allowed(profile, periphery)
+    layers, heads = error.shape[:2]
     budgets = torch.as_tensor(budget, dtype=torch.float64).expand(layers, heads)
-    nearest = (torch.tensor(profile.budgets) - budgets.unsqueeze(-1)).abs().argmin(-1, keepdim=True)
-    drop, pool = (error.gather(-1, nearest).squeeze(-1) for error in (found.error_drop, found.error_pool))
-    return budgets, _choice(periphery, pool < 0.97 * drop)
+    nearest = (torch.tensor(profile.budgets) - budgets.unsqueeze(-1)).abs().argmin(-1)[..., None, None]
+    error = error[..., [profile.constants.index(x) for x in constants], :]
+    there = error.gather(-1, nearest.expand(*error.shape[:-1], 1)).squeeze(-1)
+    there = there * torch.tensor([0.97 if x == DROP else 1.0 for x in constants])  # pooling costs a little
+    return budgets, torch.tensor(constants, dtype=torch.float64)[_chosen(there, constants, before).squeeze(-1)]
+
+
+def _allowed(profile: SparsityProfile, periphery: str | float) -> tuple[float, ...]:
+    if periphery == "auto":
+        return profile.constants
+    return (PERIPHERIES[periphery] if isinstance(periphery, str) else periphery,)
+
+
+def _chosen(cost: Tensor, constants: Sequence[float], before: Plan | None) -> Tensor:
+    """int64 (L, H, 1): which constant has the least cost (L, H, P). Noise shall not exchange equals."""
+    best = cost.argmin(-1, keepdim=True)
+    if before is None or not all(x in constants for row in before.constants for x in row):
+        return best
+    old = torch.tensor([[constants.index(x) for x in row] for row in before.constants]).unsqueeze(-1)
+    stays = cost.gather(-1, old) <= (1 + KEEP) * cost.gather(-1, best)
+    return torch.where(stays, old, best)
 
 
 def by_mass(
@@ -241,14 +293,16 @@ def by_mass(
     setting here.
     """
     budgets = smallest_budget(1 - profile.stacked().recall_predicted, profile.budgets, 1 - mass).clamp(min=least)
-    plan = _plan(budgets, torch.zeros_like(budgets, dtype=torch.bool))
+    plan = _plan(budgets, torch.full_like(budgets, DROP))
     low = (budgets.mean(-1) <= threshold).tolist()
     return replace(plan, sparse=tuple(on and index not in dense for index, on in enumerate(low)))
 
 
-def place(budgets: Tensor, pooled: Tensor, price: Price, before: Plan | None, stay_dense: Sequence[int] = ()) -> Plan:
-    """The plan of budgets and pooled heads (L, H): a layer is sparse where that is cheaper, if it need not be dense."""
-    plan = _plan(budgets, pooled)
+def place(
+    budgets: Tensor, constants: Tensor, price: Price, before: Plan | None, stay_dense: Sequence[int] = ()
+) -> Plan:
+    """The plan of budgets and constants (L, H): a layer is sparse where that is cheaper, if it need not be dense."""
+    plan = _plan(budgets, constants)
     sparse = []
     for index, (row, far) in enumerate(zip(plan.budgets, plan.pooled, strict=True)):
         ours, dense = price(row, far)
@@ -258,31 +312,26 @@ def place(budgets: Tensor, pooled: Tensor, price: Price, before: Plan | None, st
 
 
 def heads(profiles: Sequence[HeadProfile]) -> Tensor:
-    """All numbers of a model's profiles in one float32 tensor (6, L, H, K), to reduce over ranks in one go."""
-    return torch.stack([torch.stack(list(vars(layer).values())) for layer in profiles], 1)
+    """All numbers of a model's profiles in one float32 tensor (L, H, 2 + 2 P, K), to reduce over ranks in one go."""
+    return torch.stack([layer.flat() for layer in profiles])
 
 
 def unstack(numbers: Tensor) -> list[HeadProfile]:
     """Undoes `heads`."""
-    names = list(HeadProfile.__dataclass_fields__)
-    return [HeadProfile(**dict(zip(names, layer, strict=True))) for layer in numbers.unbind(1)]
+    return [HeadProfile.from_flat(layer) for layer in numbers]
 
 
-def _choice(periphery: str, auto: Tensor) -> Tensor:
-    return auto if periphery == "auto" else torch.full_like(auto, periphery == "pool")
-
-
-def _plan(budgets: Tensor, pooled: Tensor) -> Plan:
+def _plan(budgets: Tensor, constants: Tensor) -> Plan:
     return Plan(
         tuple(tuple(row) for row in budgets.tolist()),
-        tuple(tuple(row) for row in pooled.tolist()),
+        tuple(tuple(row) for row in constants.tolist()),
         (True,) * len(budgets),
     )
 
 
 def _same(plan: Plan, other: Plan) -> bool:
     """Near enough to leave things as they are. Larger budgets where error rose are always taken."""
-    if plan.sparse != other.sparse or plan.pooled != other.pooled:
+    if plan.sparse != other.sparse or plan.constants != other.constants:
         return False
     return all(
         old * (1 - SAME) <= new <= old * (1 + SAME / 2)

@@ -34,7 +34,7 @@ from foveate.sparsity.pairs import Pair, Run, closure_run, gap
 from foveate.sparsity.policy import Sparse, length_class
 from foveate.sparsity.predictor import Lesson
 from foveate.sparsity.probe import Probe, say_once
-from foveate.sparsity.profile import SparsityProfile
+from foveate.sparsity.profile import CONSTANTS, DROP, SparsityProfile
 from foveate.sparsity.ranks import Reduce
 from foveate.sparsity.summary import table
 from foveate.sparsity.track import Measured, Track
@@ -105,8 +105,11 @@ class Handle:
     def main(self) -> Track:
         """The class of lengths that most of the attention seen so far belongs to."""
         if not self.tracks:
-            return Track(controller.begin(self.config), SparsityProfile.empty(len(self.policy.learners)))
+            return Track(controller.begin(self.config), self._nothing_known())
         return max(self.tracks.values(), key=lambda track: (track.work, track.tokens))
+
+    def _nothing_known(self) -> SparsityProfile:
+        return SparsityProfile.empty(len(self.policy.learners), constants=self.policy.profiled)
 
     @property
     def control(self) -> Control:
@@ -245,13 +248,13 @@ class Handle:
 
     def _begin(self, index: int) -> None:
         """A class of lengths that is new. Given budgets hold for it too, where they pay at its longest."""
-        track = Track(controller.begin(self.config, self.steps), SparsityProfile.empty(len(self.policy.learners)))
+        track = Track(controller.begin(self.config, self.steps), self._nothing_known())
         main = self.main
         if self.config.budget is not None and main.decision.plan is not None:
             track.tokens = 2.0**index
             plan = main.decision.plan
-            budgets, pooled = torch.tensor(plan.budgets), torch.tensor(plan.pooled)
-            plan = controller.place(budgets, pooled, self._price_for(track), None, self.config.dense_layers)
+            budgets, constants = torch.tensor(plan.budgets), torch.tensor(plan.constants, dtype=torch.float64)
+            plan = controller.place(budgets, constants, self._price_for(track), None, self.config.dense_layers)
             decision = Decision(self.steps, any(plan.sparse), plan, "as configured")
             track.control = replace(main.control, decision=decision, gap=None)
         self.tracks[index] = track
@@ -311,11 +314,11 @@ class Handle:
             raise RuntimeError(f"layers {missing} did not call the policy: was their attention processor replaced?")
         heads = controller.heads([found[index] for index in range(len(found))])
         influence = self.policy.influence.mean
-        worth = torch.ones(heads.shape[1:3]) if influence is None else influence
+        worth = torch.ones(heads.shape[:2]) if influence is None else influence
         measured = Measured(heads, worth, float(self._sample_tokens()), pair).flat()
         for index, flat in zip(due, self._reduced(measured, own, due), strict=True):
             if flat is not None:
-                self._take(index, flat, *heads.shape[1:3])
+                self._take(index, flat, *heads.shape[:2])
 
     def _run(self, closure: Callable[[], Tensor] | None, loss: Tensor | float | None) -> Run:
         if closure is not None:
@@ -417,8 +420,8 @@ class Handle:
         if not self.config.training_free_steps or self._placed or not self.policy.tokens:
             return
         self._placed, tokens = True, max(self.policy.tokens.values())
-        for index, (budget, pooled) in enumerate(zip(self.policy.budgets, self.policy.pooled, strict=True)):
-            sparse, dense = self._price(tokens, budget.tolist(), pooled.tolist())
+        for index, (budget, constants) in enumerate(zip(self.policy.budgets, self.policy.constants, strict=True)):
+            sparse, dense = self._price(tokens, budget.tolist(), (constants > DROP).tolist())
             self.policy.sparse_layers[index] = index not in self.config.dense_layers and sparse < dense
         if not any(self.policy.sparse_layers):
             log.info("sparse attention does not pay at %d tokens: all layers stay dense", tokens)
@@ -430,7 +433,7 @@ class Handle:
             plan = track.decision.plan
             if plan is None:
                 continue
-            for index, row in enumerate(zip(plan.budgets, plan.pooled, plan.sparse, strict=True)):
+            for index, row in enumerate(zip(plan.budgets, plan.constants, plan.sparse, strict=True)):
                 self.policy.assign(index, *row, length=length)
                 if track is main:
                     self.policy.assign(index, *row)
@@ -486,7 +489,9 @@ class Handle:
         if saved["rank"] != self.config.rank:
             raise ValueError(f"the predictors were saved with rank {saved['rank']}; set SparsityConfig(rank=...) to it")
         self.policy.load_state_dict(dict(state["predictors"]))
-        self.tracks = {int(index): Track.from_dict(track) for index, track in saved["tracks"].items()}
+        self.tracks = {
+            int(index): Track.from_dict(track, self.policy.profiled) for index, track in saved["tracks"].items()
+        }
         self.steps, self._understood = saved["steps"], saved["understood"]
         self._comparable, self._stopped = saved["comparable"], saved["stopped"]
         self.policy.influence.restore(saved["influence"], saved["weighed"])
@@ -501,8 +506,12 @@ class Handle:
         """Another fixed budget than the saved one."""
         if self.config.budget is None or track.decision.plan is None:
             return
-        budgets, pooled = controller.at_budget(track.profile, self.config.budget, self.config.periphery)
-        plan = controller.place(budgets, pooled, self._price_for(track), None, self.config.dense_layers)
+        plan = track.decision.plan
+        budgets = torch.as_tensor(self.config.budget, dtype=torch.float64).expand(len(plan.budgets), self.policy.heads)
+        constants = torch.tensor(plan.constants, dtype=torch.float64)
+        if None not in track.profile.layers:
+            budgets, constants = controller.at_budget(track.profile, self.config.budget, self.config.periphery, plan)
+        plan = controller.place(budgets, constants, self._price_for(track), None, self.config.dense_layers)
         decision = Decision(self.steps, any(plan.sparse), plan, "as configured")
         track.control = replace(track.control, decision=decision)
 
@@ -519,7 +528,7 @@ class Handle:
         return artifact.follow(copy, self.installed, self.policy)
 
     def summary(self) -> str:
-        """A table, per layer: sparse or dense, kept share, pooled heads, measured error and recall at what is kept."""
+        """A table, per layer: sparse or dense, kept share, pooled heads, measured error and recall."""
         return table(self.control, self.profile, self.steps)
 
     def __str__(self) -> str:
@@ -566,6 +575,7 @@ def _policy(installed: adapters.Installed, config: SparsityConfig, device: torch
         layers, installed.heads, installed.dim,
         budget=1.0 if config.budget is None else config.budget,
         periphery="drop" if config.rule == "dsv" else "pool" if config.periphery == "auto" else config.periphery,
+        profiled=CONSTANTS if isinstance(config.periphery, str) else sorted({*CONSTANTS, config.periphery}),
         rank=config.rank,
         query_tile=config.query_tile or (128 if config.backend == "fa4" else prices.here(device).tile),
         seed=config.seed, backend=config.backend, device=device,

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.attention import AttnState, Layer, attend, no_autocast
+from foveate.attention import AttnState, Layer, Periphery, attend, no_autocast, periphery_constants
 from foveate.sparsity import compiled
 from foveate.sparsity.influence import Influence
 from foveate.sparsity.predictor import Learner, Lesson, Predictor, Sight
-from foveate.sparsity.profile import HeadProfile, measure
+from foveate.sparsity.profile import CONSTANTS, DROP, HeadProfile, measure
 from foveate.sparsity.select import per_head, select, select_random
 from foveate.tiles import Selection
 
@@ -35,16 +35,17 @@ def length_class(tokens: int) -> int:
 
 @dataclass
 class Setting:
-    """What a model's layers do when attention is sparse: budgets float32 (H,) and pooled heads bool (H,) of each."""
+    """What a model's layers do when attention is sparse: budgets and constants of the periphery, float32 (H,),
+    of each."""
 
     budgets: list[Tensor]
-    pooled: list[Tensor]
+    constants: list[Tensor]
     drops: list[bool]  # layers without a pooled head
     sparse_layers: list[bool]
 
     def copy(self) -> "Setting":
-        budgets, pooled = ([x.clone() for x in row] for row in (self.budgets, self.pooled))
-        return Setting(budgets, pooled, list(self.drops), list(self.sparse_layers))
+        budgets, constants = ([x.clone() for x in row] for row in (self.budgets, self.constants))
+        return Setting(budgets, constants, list(self.drops), list(self.sparse_layers))
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Sparse:
     all where None; open: and those that have no setting of their own. nearest: these follow the one nearest in length.
     collect: lessons wait in `lessons` until `learn`, and count only once their forward's backward has come.
     weighs: whether the gradients of this step's outputs are asked what each head is worth (`influence`).
+    profiled: constants of the periphery that profiles measure.
     free_steps: a layer's first calls, or denoising steps, that are dense and teach even without gradients.
 
     Recomputation under activation checkpointing runs inside a backward: it teaches nothing and takes the very tiles of
@@ -86,7 +88,8 @@ class Sparse:
         dim: int,
         *,
         budget: float | Sequence[float],
-        periphery: str | Sequence[str] = "pool",
+        periphery: Periphery = "pool",
+        profiled: Sequence[float] = CONSTANTS,
         rank: int = 16,
         query_tile: int = 64,
         seed: int = 0,
@@ -97,17 +100,20 @@ class Sparse:
         self.heads, self.dim, self.rank, self.query_tile, self.seed, self.backend = (
             heads, dim, rank, query_tile, seed, backend,
         )  # fmt: skip
+        self.profiled = tuple(profiled)
         self.token = compiled.register(self)
         self._make: Callable[[torch.device | str], Learner]
         self._make = lambda where: Learner(heads, dim, rank=rank, device=where, **learner)
         self.learners = [self._make(device) for _ in range(layers)]
         self.rate = self.learners[0].lr
         device = torch.device(device)
-        names = [periphery] * heads if isinstance(periphery, str) else list(periphery)
+        constants = periphery_constants(periphery, heads, device)
+        drops = constants is None
+        constants = torch.full((heads,), DROP, device=device) if constants is None else constants.clone()
         self.default = Setting(
             [per_head("budget", budget, heads, device).clone() for _ in range(layers)],
-            [torch.tensor([name == "pool" for name in names], device=device) for _ in range(layers)],
-            [all(name == "drop" for name in names)] * layers,
+            [constants.clone() for _ in range(layers)],
+            [drops] * layers,
             [True] * layers,
         )
         self.by_class: dict[int, Setting] = {}
@@ -131,8 +137,8 @@ class Sparse:
         return self.default.budgets
 
     @property
-    def pooled(self) -> list[Tensor]:
-        return self.default.pooled
+    def constants(self) -> list[Tensor]:
+        return self.default.constants
 
     @property
     def drops(self) -> list[bool]:
@@ -198,7 +204,9 @@ class Sparse:
                 self._teach(layer, sight, LESSONS if free else 1, at_once=free)
             if self._profiles is not None:
                 generator = self._generator(layer, sight.q.device)
-                self._profiles[index] = measure(sight, layer.grid, self.predictor(index), generator=generator)
+                self._profiles[index] = measure(
+                    sight, layer.grid, self.predictor(index), constants=self.profiled, generator=generator
+                )
         mode = "dense" if free else self.mode_of(layer)
         self.computed[mode] += 1
         return Call(layer, mode, again, live)
@@ -242,22 +250,22 @@ class Sparse:
         return self.setting(layer.grid.tokens).budgets[layer.index]
 
     def periphery(self, layer: Layer) -> Any:
-        """`drop`, or which heads are pooled in a call, bool (H,)."""
+        """`drop`, or the constants of a call's heads, float32 (H,)."""
         setting = self.setting(layer.grid.tokens)
-        return "drop" if setting.drops[layer.index] else setting.pooled[layer.index]
+        return "drop" if setting.drops[layer.index] else setting.constants[layer.index]
 
     def assign(
-        self, index: int, budget: Sequence[float], pooled: Sequence[bool], sparse: bool, length: int | None = None
+        self, index: int, budget: Sequence[float], constants: Sequence[float], sparse: bool, length: int | None = None
     ) -> None:
-        """Give a layer other budgets (H) and peripheries (H): compiled code sees them without recompiling.
+        """Give a layer other budgets (H) and constants of the periphery (H); compiled code is not compiled again.
 
         length: of this length class; None: of those that have no setting of their own.
         """
         setting = self.default if length is None else self.by_class.setdefault(length, self.default.copy())
         device = setting.budgets[index].device
         setting.budgets[index] = per_head("budget", budget, self.heads, device).clone()
-        setting.pooled[index] = torch.tensor(list(pooled), device=device)
-        setting.drops[index], setting.sparse_layers[index] = not any(pooled), sparse
+        setting.constants[index] = torch.tensor(list(constants), device=device)
+        setting.drops[index], setting.sparse_layers[index] = max(constants) == DROP, sparse
 
     def selection(self, layer: Layer, q: Tensor, k: Tensor) -> Selection:
         """The tiles this layer keeps now."""
@@ -380,7 +388,7 @@ class Sparse:
         moved.lr = learner.lr
         for setting in (self.default, *self.by_class.values()):
             setting.budgets[index] = setting.budgets[index].to(device)
-            setting.pooled[index] = setting.pooled[index].to(device)
+            setting.constants[index] = setting.constants[index].to(device)
         if self._frozen is not None:
             self._frozen[index] = self.learners[index].predictor
 

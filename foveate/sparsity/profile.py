@@ -1,14 +1,17 @@
 """What sparsity costs, measured: recall and output error by budget, of the oracle's and the predictor's choice.
 
 Recall is the attention mass that the kept tiles hold. The error is what counts: ||out_sparse - out|| / ||out|| against
-exact attention in float32, with the periphery dropped or pooled. Measured on a few query tiles, key by key tile in two
-passes: what each tile weighs, then, once tiles are chosen, what they add up to. So memory does not grow with S x D, and
-where keys are spread over ranks only sampled rows travel (parallel/lessons.py).
+exact attention in float32, with the periphery dropped, pooled, or pooled with one of a few constants on its logits
+(`attend`). Measured on a few query tiles, key by key tile in two passes: what each tile weighs, then, once tiles are
+chosen, what they add up to. So memory does not grow with S x D, and where keys are spread over ranks only sampled rows
+travel (parallel/lessons.py).
 
 Shapes: B batch, S tokens in tile order, H heads, G key/value heads (G divides H), D head dim, R sampled query tiles,
-T = 64 tokens of each, N key tiles, n of a chunk, L layers, K budgets, C = 2 choices (oracle, predictor).
+T = 64 tokens of each, N key tiles, n of a chunk, L layers, K budgets, P constants of the periphery, C = 2 choices
+(oracle, predictor).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -23,27 +26,39 @@ from foveate.sparsity.predictor import Predictor, Sight
 from foveate.tiles import OCTANT, TILE, VideoGrid
 
 BUDGETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5)
+DROP, POOL = -math.inf, 0.0
+CONSTANTS = (DROP, -4.0, -2.0, -1.0, -0.5, POOL, 0.5)  # more of them find nothing better (docs/log.md, Tile shapes)
 SHARE = 16  # one query tile in so many at most: a profile must stay cheap beside the layer it measures
 CHUNK = 1 << 24  # numbers that one chunk's outputs by key tile may have: 64 MB
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadProfile:
-    """Measurements of one layer, float32 (H, K) each: by head and budget, averaged over batch and sampled queries.
+    """Measurements of one layer, float32, averaged over batch and sampled queries.
 
-    `recall_*`: mass kept, in 0 ... 1. `error_*`: relative output error; `_oracle` where the oracle chose the tiles,
-    else for the predictor's choice.
+    recall_*: mass kept (H, K), in 0 ... 1, of the oracle's choice of tiles and of the predictor's. error_*: relative
+    output error of the same choices by constant of the periphery (H, P, K).
     """
 
     recall_oracle: Tensor
     recall_predicted: Tensor
-    error_drop: Tensor
-    error_pool: Tensor
-    error_drop_oracle: Tensor
-    error_pool_oracle: Tensor
+    error_oracle: Tensor
+    error_predicted: Tensor
 
     def cpu(self) -> "HeadProfile":
         return _map(lambda x: x.cpu(), self)
+
+    def flat(self) -> Tensor:
+        """float32 (H, 2 + 2 P, K): all of it."""
+        return torch.cat([x.unsqueeze(1) if x.dim() == 2 else x for x in vars(self).values()], 1)
+
+    @classmethod
+    def from_flat(cls, flat: Tensor) -> "HeadProfile":
+        oracle, predicted, *errors = flat.split([1, 1, *[flat.shape[1] // 2 - 1] * 2], 1)
+        return cls(
+            recall_oracle=oracle.squeeze(1), recall_predicted=predicted.squeeze(1),
+            error_oracle=errors[0], error_predicted=errors[1],
+        )  # fmt: skip
 
 
 @torch.no_grad()
@@ -55,6 +70,7 @@ def profile(
     *,
     predictor: Predictor | None,
     budgets: Sequence[float] = BUDGETS,
+    constants: Sequence[float] = CONSTANTS,
     rows: int = 4,
     generator: torch.Generator,
     scale: float | None = None,
@@ -69,7 +85,7 @@ def profile(
         raise ValueError(f"{grid} has {grid.tokens} tokens, q has {q.shape[1]}, k {k.shape[1]}")
     if not budgets or not all(0 < x <= 1 for x in budgets):
         raise ValueError(f"budgets must be greater than 0 and at most 1, got {tuple(budgets)}")
-    options = {"budgets": budgets, "rows": rows, "generator": generator, "scale": scale}
+    options = {"budgets": budgets, "constants": constants, "rows": rows, "generator": generator, "scale": scale}
     return measure(Sight(q, k, v), grid, predictor, **options)
 
 
@@ -80,6 +96,7 @@ def measure(
     predictor: Predictor | None,
     *,
     budgets: Sequence[float] = BUDGETS,
+    constants: Sequence[float] = CONSTANTS,
     rows: int = 4,
     generator: torch.Generator,
     scale: float | None = None,
@@ -90,16 +107,14 @@ def measure(
     drawn = torch.randperm(tiles, generator=generator, device=generator.device)[: min(rows, max(1, tiles // SHARE))]
     together = max(1, CHUNK // (sight.q.shape[0] * sight.heads * TILE * tiles))
     with torch.autocast(sight.q.device.type, enabled=False):
-        parts = [_sums(sight, grid, predictor, budgets, part, scale) for part in drawn.split(together)]
-    recall, dropped, pooled, norm, count = (torch.stack(x).sum(0) for x in zip(*parts, strict=True))
-    recall = recall / count
-    norm = norm.clamp_min(torch.finfo(norm.dtype).tiny)
-    drop, pool = (dropped / norm).sqrt(), (pooled / norm).sqrt()
+        parts = [_sums(sight, grid, predictor, budgets, constants, part, scale) for part in drawn.split(together)]
+    recall, squared, norm, count = (torch.stack(x).sum(0) for x in zip(*parts, strict=True))
+    recall = (recall / count).clamp(max=1)
+    error = (squared / norm.clamp_min(torch.finfo(norm.dtype).tiny)).sqrt()
     oracle, chosen = slice(len(budgets)), slice(len(budgets), None)
     return HeadProfile(
-        recall_oracle=recall[:, oracle].clamp(max=1), recall_predicted=recall[:, chosen].clamp(max=1),
-        error_drop=drop[:, chosen], error_pool=pool[:, chosen],
-        error_drop_oracle=drop[:, oracle], error_pool_oracle=pool[:, oracle],
+        recall_oracle=recall[:, oracle], recall_predicted=recall[:, chosen],
+        error_oracle=error[..., oracle], error_predicted=error[..., chosen],
     )  # fmt: skip
 
 
@@ -111,25 +126,31 @@ class SparsityProfile:
     """
 
     budgets: tuple[float, ...]
+    constants: tuple[float, ...]
     layers: tuple[HeadProfile | None, ...]
     steps: tuple[int, ...]
 
     @classmethod
-    def empty(cls, layers: int, budgets: Sequence[float] = BUDGETS) -> "SparsityProfile":
-        return cls(tuple(budgets), (None,) * layers, (-1,) * layers)
+    def empty(
+        cls, layers: int, budgets: Sequence[float] = BUDGETS, constants: Sequence[float] = CONSTANTS
+    ) -> "SparsityProfile":
+        return cls(tuple(budgets), tuple(constants), (None,) * layers, (-1,) * layers)
 
     def updated(self, layer: int, head_profile: HeadProfile, step: int, decay: float = 0.9) -> "SparsityProfile":
         """With a new measurement of one layer: old * decay + new * (1 - decay), on the CPU; the first counts whole."""
         new, old = head_profile.cpu(), self.layers[layer]
-        if new.recall_oracle.shape[-1] != len(self.budgets):
-            raise ValueError(f"the profile has {new.recall_oracle.shape[-1]} budgets, this one {self.budgets}")
+        if new.error_predicted.shape[1:] != (len(self.constants), len(self.budgets)):
+            raise ValueError(
+                f"the profile has constants and budgets {tuple(new.error_predicted.shape[1:])}, this one "
+                f"{self.constants} and {self.budgets}"
+            )
         if old is not None:
             new = _map(lambda a, b: a * decay + b * (1 - decay), old, new)
         layers = (*self.layers[:layer], new, *self.layers[layer + 1 :])
         return replace(self, layers=layers, steps=(*self.steps[:layer], step, *self.steps[layer + 1 :]))
 
     def stacked(self) -> HeadProfile:
-        """All layers in one: float32 (L, H, K). Raises ValueError while a layer has not been measured."""
+        """All layers in one: float32 (L, H, K), (L, H, P, K). Raises ValueError while a layer has not been measured."""
         missing = [index for index, layer in enumerate(self.layers) if layer is None]
         if missing:
             raise ValueError(f"layers {missing} have not been profiled yet")
@@ -141,7 +162,8 @@ class SparsityProfile:
             layer and {field.name: getattr(layer, field.name).tolist() for field in fields(layer)}
             for layer in self.layers
         ]
-        return {"budgets": list(self.budgets), "steps": list(self.steps), "layers": layers}
+        about = {"budgets": list(self.budgets), "constants": plain(self.constants)}
+        return {**about, "steps": list(self.steps), "layers": layers}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "SparsityProfile":
@@ -149,14 +171,30 @@ class SparsityProfile:
             layer and HeadProfile(**{name: torch.tensor(rows, dtype=torch.float32) for name, rows in layer.items()})
             for layer in data["layers"]
         )
-        return cls(tuple(data["budgets"]), layers, tuple(data["steps"]))
+        return cls(tuple(data["budgets"]), unplain(data["constants"]), layers, tuple(data["steps"]))
+
+
+def plain(constants: Sequence[float]) -> list[float | None]:
+    """Constants of a periphery as JSON may hold them: None where it is dropped."""
+    return [None if x == DROP else x for x in constants]
+
+
+def unplain(constants: Sequence[float | None]) -> tuple[float, ...]:
+    """Undoes `plain`."""
+    return tuple(DROP if x is None else x for x in constants)
 
 
 def _sums(
-    sight: Sight, grid: VideoGrid, predictor: Predictor | None, budgets: Sequence[float], drawn: Tensor, scale: float
+    sight: Sight,
+    grid: VideoGrid,
+    predictor: Predictor | None,
+    budgets: Sequence[float],
+    constants: Sequence[float],
+    drawn: Tensor,
+    scale: float,
 ) -> tuple[Tensor, ...]:
-    """Over batch and existing queries of the query tiles `drawn` (R,): mass kept (H, C K), squared errors, dropped and
-    pooled (H, C K), squared norm of the exact output (H, 1), and the number of queries."""
+    """Over batch and existing queries of the query tiles `drawn` (R,): mass kept (H, C K), squared errors (H, P, C K),
+    squared norm of the exact output (H, 1, 1), and the number of queries."""
     queries, valid = sight.queries(drawn)
     look = _Look(sight, queries * scale, valid, predictor)
     near, far, predicted = look.weights()
@@ -165,13 +203,22 @@ def _sums(
     kept = torch.cat([_kept(mass, forced, budgets) for mass in (true, predicted)], -2)  # (B, H, R, C K, N)
     out, totals, sums = look.outputs(kept, near, far)
     there = valid[:, None].float()
-    squared = []
-    for total, value in zip(totals, sums, strict=True):
-        total = total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)
-        error = (value / total - out.unsqueeze(3)).square().sum(-1)  # (B, H, R, C K, T)
-        squared.append((error * there).sum((0, 2, 4)))
-    norm = (out.square().sum(-1) * valid).sum((0, 2, 3)).unsqueeze(-1)
-    return (totals[0] * there).sum((0, 2, 4)), *squared, norm, valid.sum() * near.shape[0]
+    squared = [(x * there).sum((0, 2, 4)) for x in _squared_errors(out.unsqueeze(3), totals, sums, constants)]
+    norm = (out.square().sum(-1) * valid).sum((0, 2, 3))[:, None, None]
+    return (totals[0] * there).sum((0, 2, 4)), torch.stack(squared, 1), norm, valid.sum() * near.shape[0]
+
+
+def _squared_errors(out: Tensor, totals: list[Tensor], sums: list[Tensor], constants: Sequence[float]) -> list[Tensor]:
+    """Of each constant (..., T), of kept and pooled tiles' total weights (..., T) and weighted values (..., T, D)
+    against the exact output: |(near + w far) / (total + w far's) - out|^2 with w = e^constant, from three products."""
+    near, far = (value - total.unsqueeze(-1) * out for value, total in zip(sums, totals, strict=True))
+    square, cross, far_square = (near * near).sum(-1), (near * far).sum(-1), (far * far).sum(-1)
+    found = []
+    for constant in constants:
+        weight = math.exp(constant)
+        total = (totals[0] + weight * totals[1]).clamp_min(torch.finfo(out.dtype).tiny)
+        found.append((square + weight * (2 * cross + weight * far_square)).clamp_min(0) / total / total)
+    return found
 
 
 class _Look:
@@ -217,7 +264,7 @@ class _Look:
 
     def outputs(self, kept: Tensor, near: Tensor, far: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Exact outputs (B, H, R, T, D), and of every choice of tiles `kept` (B, H, R, C K, N) the total weight and the
-        weighted sum of values, (B, H, R, C K, T) and (..., D): others dropped, and pooled."""
+        weighted sum of values, (B, H, R, C K, T) and (..., D): of kept tiles, and of the means of the others."""
         own = self.sight.tiles(kept.shape[-1])
         kept_here, far_here = kept[..., own], far[..., own]
         lse = near.flatten(2, 3)[..., own]
@@ -228,10 +275,8 @@ class _Look:
             found = part if found is None else found.add_(part)
         assert found is not None
         found = self.sight.total(found)
-        exact, dropped, pooled = found.split([1, kept.shape[-2], kept.shape[-2]], dim=3)
-        near_total = kept @ near.mT
-        totals = [near_total, near_total + (1 - kept) @ far.mT]
-        return exact.squeeze(3), totals, [dropped, dropped + pooled]
+        exact, kept_sum, far_sum = found.split([1, kept.shape[-2], kept.shape[-2]], dim=3)
+        return exact.squeeze(3), [kept @ near.mT, (1 - kept) @ far.mT], [kept_sum, far_sum]
 
     def _add(self, first: int, kept: Tensor, mass: Tensor, far: Tensor) -> Tensor:
         """(B, H, R, 1 + 2 C K, T, D): sums over one chunk of tiles: all of them, kept ones, pooled others."""

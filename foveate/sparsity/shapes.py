@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foveate.sparsity.profile import profile
+from foveate.sparsity.profile import CONSTANTS, profile
 from foveate.tiles import CUBE, TILE, VideoGrid
 
 Shape = tuple[int, int, int]
@@ -41,14 +41,16 @@ def shape_errors(
     *,
     budget: float,
     shapes: Sequence[Shape],
+    constants: Sequence[float] = CONSTANTS,
     generator: torch.Generator,
     rows: int = 8,
     scale: float | None = None,
 ) -> Tensor:
     """float32 (len(shapes), H): the output error of q (B, S, H, D), k, v (B, S, G, D) by tile shape, at one budget.
 
-    q, k, v are in the tile order of `grid`. Tiles are chosen by octant means and the others pooled, so that no
-    predictor is needed, whose moments would be of one shape. `rows` query tiles are sampled for each shape.
+    q, k, v are in the tile order of `grid`. Tiles are chosen by octant means, so that no predictor is needed, whose
+    moments would be of one shape; the others are pooled with each head's best of `constants`. `rows` query tiles are
+    sampled for each shape.
     """
     raster = grid.inverse().to(q.device)
     errors = []
@@ -56,10 +58,10 @@ def shape_errors(
         other = VideoGrid(grid.frames, grid.height, grid.width, grid.text, cube=shape)
         places = raster[other.order().to(q.device)]
         found = profile(
-            q[:, places], k[:, places], v[:, places], other,
+            q[:, places], k[:, places], v[:, places], other, constants=constants,
             predictor=None, budgets=(budget,), rows=rows, generator=generator, scale=scale,
         )  # fmt: skip
-        errors.append(found.error_pool[:, 0])
+        errors.append(found.error_predicted[:, :, 0].amin(1))
     return torch.stack(errors)
 
 

@@ -4,7 +4,7 @@ Shapes: L layers, H heads, K budgets of a profile.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from foveate.sparsity import controller
 from foveate.sparsity.cadence import Cadence
 from foveate.sparsity.controller import Control, Decision, Plan
 from foveate.sparsity.pairs import Pair
-from foveate.sparsity.profile import BUDGETS, SparsityProfile
+from foveate.sparsity.profile import BUDGETS, CONSTANTS, SparsityProfile, plain
 
 log = logging.getLogger("foveate")
 
@@ -58,17 +58,20 @@ class Track:
     def to_dict(self) -> dict[str, Any]:
         influence = None if self.influence is None else self.influence.tolist()
         return {
-            "control": asdict(self.control), "profile": self.profile.to_dict(), "tokens": self.tokens,
+            "control": control_to(self.control), "profile": self.profile.to_dict(), "tokens": self.tokens,
             "work": self.work, "looks": self.looks, "pairs": [asdict(pair) for pair in self.pairs],
             "influence": influence, "pace": None if self.pace is None else asdict(self.pace),
         }  # fmt: skip
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> "Track":
-        profile, control = SparsityProfile.from_dict(saved["profile"]), control_from(saved["control"])
-        if profile.budgets != BUDGETS:
-            log.warning("the saved profile has other budgets than this version measures: it is measured anew")
-            profile = SparsityProfile.empty(len(profile.layers))
+    def from_dict(cls, saved: Mapping[str, Any], constants: Sequence[float] = CONSTANTS) -> "Track":
+        """constants: of the periphery, that profiles measure now."""
+        control, found = control_from(saved["control"]), saved["profile"]
+        if (found["budgets"], found.get("constants")) == (list(BUDGETS), plain(constants)):
+            profile = SparsityProfile.from_dict(found)
+        else:
+            log.warning("the saved profile is of other budgets or constants than are measured now: it begins anew")
+            profile = SparsityProfile.empty(len(found["layers"]), constants=constants)
         influence = None if saved["influence"] is None else torch.tensor(saved["influence"])
         pairs = [Pair(**pair) for pair in saved["pairs"]]
         pace = None if saved["pace"] is None else Cadence(**saved["pace"])
@@ -77,7 +80,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Measured:
-    """heads: a model's profiles (6, L, H, K). pair: None where losses were not compared. influence: (L, H)."""
+    """heads: a model's profiles (L, H, 2 + 2 P, K). pair: None where losses were not compared. influence: (L, H)."""
 
     heads: Tensor
     influence: Tensor
@@ -95,13 +98,17 @@ class Measured:
         *losses, compared, tokens = flat[-5:].tolist()
         profiled, influence = flat[:-5].split([flat.numel() - 5 - layers * heads, layers * heads])
         pair = Pair(*(x / compared for x in losses)) if compared else None
-        return cls(profiled.view(6, layers, heads, -1), influence.view(layers, heads), tokens, pair)
+        return cls(profiled.view(layers, heads, -1, len(BUDGETS)), influence.view(layers, heads), tokens, pair)
+
+
+def control_to(control: Control) -> dict[str, Any]:
+    plan = control.decision.plan
+    decision = {**vars(control.decision), "plan": None if plan is None else plan.to_dict()}
+    return {**vars(control), "decision": decision}
 
 
 def control_from(saved: Mapping[str, Any]) -> Control:
     decision = dict(saved["decision"])
     if decision["plan"] is not None:
-        plan = decision["plan"]
-        rows = {name: tuple(tuple(row) for row in plan[name]) for name in ("budgets", "pooled")}
-        decision["plan"] = Plan(**rows, sparse=tuple(plan["sparse"]))
+        decision["plan"] = Plan.from_dict(decision["plan"])
     return Control(**{**saved, "decision": Decision(**decision)})

@@ -85,10 +85,11 @@ class Planned:
         plan = next((row for row in reversed(self.plans) if row["step"] <= self.trainer.step), None)
         if plan is None or not plan["active"] or min(plan["kept"][layer.index]) == 1:
             return attend(q, k, v).out
-        budget, pooled = (torch.tensor(plan[name][layer.index]) for name in ("kept", "pooled"))
+        budget = torch.tensor(plan["kept"][layer.index])
+        constants = ["drop" if x is None else x for x in plan["constants"][layer.index]]
         with torch.no_grad():
             selection = self.choose(self.trainer, layer, q, k, budget)
-        return attend(q, k, v, selection, periphery=pooled if pooled.any() else "drop").out
+        return attend(q, k, v, selection, periphery=constants).out
 
 
 def random_tiles(trainer: Trainer, layer: Layer, q: Tensor, k: Tensor, budget: Tensor) -> Selection:

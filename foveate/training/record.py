@@ -74,12 +74,13 @@ def sample(trainer: "Trainer") -> None:
 
 
 def measured(handle: Handle) -> dict[str, Any]:
-    """For plans.jsonl: whether attention is sparse, why, what every head keeps (L, H), and the error of it."""
+    """For plans.jsonl: whether attention is sparse, why, what every head keeps, and the
+    constants of its periphery (L, H), None where it is dropped."""
     decision, control = handle.decision, handle.control
     found: dict[str, Any] = {"active": decision.active, "reason": decision.reason, "gap": control.gap}
     plan = decision.plan
     if plan is not None:
         rows = zip(plan.budgets, plan.sparse, strict=True)
         found["kept"] = [list(row) if on else [1.0] * len(row) for row, on in rows]
-        found["pooled"] = [list(row) for row in plan.pooled]
+        found["constants"] = plan.to_dict()["constants"]
     return found
