@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foveate.parallel.failure import CommError, diagnose, watch
+from foveate.parallel.two_way import exchange
 
 log = logging.getLogger("foveate")
 
@@ -131,6 +132,8 @@ class Group:
         counts = [[side[place] * row for place in order] for side in (receive_rows, send_rows)]
 
         def launch(out: Tensor, given: Tensor) -> Any:
+            if not self._nccl:
+                return exchange(out, given, counts[0], counts[1], self._group)
             return dist.all_to_all_single(out, given, *counts, group=self._group, async_op=True)
 
         if self._order is None:
