@@ -119,6 +119,17 @@ def test_a_loop_gone_wrong_is_told_once(caplog: pytest.LogCaptureFixture) -> Non
     assert said("after each optimiser step, not after every backward") == 1
 
 
+def test_fused_optimisers_are_no_false_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    handle = sparsify(model, SparsityConfig(budget=0.5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # does not count its changes of a tensor
+    for step in range(40):
+        model(clip(step, IMAGE), HALF).square().mean().backward()
+        optimizer.step()
+        handle.step()
+    assert "changed" not in caplog.text
+
+
 def test_compiled_whole_afterwards_is_told_at_the_first_step() -> None:
     model = make_model()
     handle = sparsify(model, SparsityConfig(budget=0.5))

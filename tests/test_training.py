@@ -95,8 +95,11 @@ def test_every_decision_is_written_with_what_each_head_keeps(finished: Trainer) 
 def test_a_fixed_budget_goes_through_sparsify_too(config: TrainConfig) -> None:
     soon = replace(config.sparsity, tolerance=None, budget=0.25)
     trainer = Trainer(replace(config, steps=5, sparsity=soon))
+    decide = trainer._sparsify
+    trainer._sparsify = lambda value: {**decide(value), "switched": True}  # as often as that may be
     rows = trainer.fit()
     assert [row["kept"] for row in rows] == [1.0, 1.0, 1.0, 0.25, 0.25]
+    assert checkpoint.steps(config.out / "switch") == [1], "the first is what a dense twin starts from"
     assert torch.equal(trainer.handle.policy.budgets[0], torch.full((2,), 0.25))
 
 

@@ -107,11 +107,15 @@ class Trainer:
                     file.flush()
                     events.write(row)
                     self.on_step(row)
-                    if "switched" in row:  # kept for good: where twins and second thoughts start from
-                        self.save(folder.SWITCH)
+                    if "switched" in row and not self._switched_before():
+                        self.save(folder.SWITCH)  # kept for good: where twins and second thoughts start from
                     if self.interrupted or self.step % config.checkpoint_every == 0 or self.step == config.steps:
                         self.save()
         return history
+
+    def _switched_before(self) -> bool:
+        """Whether an earlier step was sparse: what is trained after it is no longer what a dense twin would be."""
+        return any(step < self.step for step in checkpoint.steps(self.config.out / folder.SWITCH))
 
     def stop(self) -> None:
         """End `fit` after the step that runs now, and save: for other threads and for `on_step`."""
