@@ -1,10 +1,16 @@
 """The built-in DiT: shapes, tile order, conditioning, the policy seam."""
 
+import pickle
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from foveate import Predictor, select
 from foveate.attention import Dense, Layer, attend
+from foveate.models import dit
 from foveate.models.dit import DiTConfig, VideoDiT, rotary_table, rotate
 from foveate.tiles import Selection, VideoGrid
 
@@ -33,9 +39,11 @@ def test_patches_round_trip() -> None:
 def test_tile_order_inside_changes_nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, sigma = awake(SMALL), torch.randn(1, 3, 5, 20, 28), torch.tensor([0.3])
     expected = model(x, sigma)
+    dit._tables.cache_clear()
     monkeypatch.setattr("foveate.tiles.VideoGrid.order", lambda grid: torch.arange(grid.tokens))
     assert torch.allclose(model(x, sigma), expected, atol=1e-5)
     assert expected.abs().mean() > 0.01
+    dit._tables.cache_clear()
 
 
 def test_every_self_attention_goes_through_the_policy() -> None:
@@ -52,6 +60,30 @@ def test_every_self_attention_goes_through_the_policy() -> None:
     assert [layer.index for layer, _ in seen] == [0, 1]
     assert {layer.name for layer, _ in seen} == {"blocks.0", "blocks.1"}
     assert all(shape == (2, 16, 2, 32) for _, shape in seen)
+
+
+def test_compiled_blocks_share_two_graphs_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's reference backend: the C++ and the Triton one take half a minute, and are gated on a card."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    dit._compiled.cache_clear()
+    model, x, sigma = awake(replace(SMALL, depth=3)), torch.randn(1, 3, 4, 16, 16), torch.tensor([0.3])
+
+    def trained() -> list[torch.Tensor]:
+        model.zero_grad()
+        out = model(x, sigma)
+        out.square().mean().backward()
+        return [out.detach(), *(weight.grad.clone() for weight in model.parameters() if weight.grad is not None)]
+
+    expected, before = trained(), counters["stats"]["unique_graphs"]
+    model.compile_repeated_blocks()
+    found = trained()
+    assert counters["stats"]["unique_graphs"] == before + 2
+    assert max((a - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)) < 1e-5
+    copied = pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied(x, sigma), found[0])
+    assert counters["stats"]["unique_graphs"] == before + 2  # the copy runs the same two
+    assert not counters["graph_break"]
+    dit._compiled.cache_clear()
 
 
 def test_rotation_makes_scores_depend_on_distance_only() -> None:
@@ -142,7 +174,6 @@ def test_a_model_of_another_dtype_works_whole(dtype: torch.dtype) -> None:
 def test_the_default_dtype_changes_no_table() -> None:
     grid = VideoGrid(2, 3, 4)
     table = rotary_table(grid, 24)
-    rotary_table.cache_clear()
     torch.set_default_dtype(torch.bfloat16)
     try:
         assert torch.equal(rotary_table(grid, 24), table)

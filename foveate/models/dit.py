@@ -1,6 +1,8 @@
 """A small video diffusion transformer, readable in one sitting: what foveate's own training and demo run on.
 
 Single-device code. It knows nothing of sparsity or parallelism: every self-attention goes through `model.policy`.
+What a block computes before and after it are two functions without side effects, which all blocks share once compiled
+(`compile_repeated_blocks`): the policy stays out of the compiler's sight, so nothing in it breaks a graph.
 
 Shapes: B batch, C channels, F frames, Y height, X width (pixels or latents), S tokens, H heads, D head dim, W width.
 Tokens are put into tile order once, at entry, together with everything that is per token (the rotary table), and back
@@ -8,8 +10,10 @@ into raster order once, at exit.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,15 +116,24 @@ class VideoDiT(nn.Module):
 
     def forward(self, x: Tensor, sigma: Tensor, condition: Tensor | None = None) -> Tensor:
         grid = replace(self.config.grid(*x.shape[2:]), cube=self.tile_shape)
-        order = grid.order().to(x.device)
-        rotary = rotary_table(grid, self.config.head_dim).to(x.device)[order]
+        order, inverse, rotary = _tables(grid, self.config.head_dim, x.device)
         tokens = self.embed(self._patchify(x)[:, order].to(self.embed.weight.dtype))
         signal = F.silu(self._condition(sigma, condition))
         for block in self.blocks:
             tokens = block(tokens, signal, rotary, grid, self.policy)
         shift, scale = self.modulation(signal).unsqueeze(1).chunk(2, dim=-1)
         tokens = self.head(modulate(tokens, shift, scale))
-        return self._unpatchify(tokens[:, grid.inverse().to(x.device)], grid)
+        return self._unpatchify(tokens[:, inverse], grid)
+
+    def compile_repeated_blocks(self, compiled: bool = True) -> None:
+        """Let torch.compile fuse what the blocks compute around attention, once for all of them; False undoes it.
+
+        The first steps then take a minute longer, for training and for evaluation each. Nothing else changes: weights,
+        copies and pickles stay as they are.
+        """
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.compiled = compiled
 
     def _condition(self, sigma: Tensor, condition: Tensor | None) -> Tensor:
         signal = self.time(sinusoids(sigma, 256).to(self.embed.weight.dtype))
@@ -149,7 +162,7 @@ class Block(nn.Module):
     def __init__(self, config: DiTConfig, index: int):
         super().__init__()
         width = config.width
-        self.index, self.heads = index, config.heads
+        self.index, self.heads, self.compiled = index, config.heads, False
         self.modulation = nn.Linear(width, 6 * width)
         self.qkv = nn.Linear(width, 3 * width)
         self.q_norm = nn.LayerNorm(config.head_dim, eps=1e-6)
@@ -160,15 +173,30 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, signal: Tensor, rotary: Tensor, grid: VideoGrid, policy: Policy) -> Tensor:
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(signal).unsqueeze(1).chunk(6, dim=-1)
-        x = x + gate_a * self.attention(modulate(x, shift_a, scale_a), rotary, grid, policy)
-        return x + gate_m * self.mlp(modulate(x, shift_m, scale_m))
-
-    def attention(self, x: Tensor, rotary: Tensor, grid: VideoGrid, policy: Policy) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        q, k = rotate(self.q_norm(q), rotary).to(v.dtype), rotate(self.k_norm(k), rotary).to(v.dtype)
+        before, after = _compiled() if self.compiled else (Block.before, Block.after)
+        q, k, v, modulation = before(self, x, signal, rotary)
         out = policy(Layer(self.index, f"blocks.{self.index}", grid), q, k, v)
-        return self.project(out.flatten(2))
+        return after(self, x, out, modulation)
+
+    def before(self, x: Tensor, signal: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, S, H, D) of tokens x (B, S, W), and six modulations (B, 1, 6 W)."""
+        modulation = self.modulation(signal).unsqueeze(1)
+        shift, scale, *_ = modulation.chunk(6, dim=-1)
+        q, k, v = self.qkv(modulate(x, shift, scale)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k = rotate(self.q_norm(q), rotary).to(v.dtype), rotate(self.k_norm(k), rotary).to(v.dtype)
+        return q, k, v, modulation
+
+    def after(self, x: Tensor, out: Tensor, modulation: Tensor) -> Tensor:
+        """Tokens (B, S, W) with attention's out (B, S, H, D) and the MLP's."""
+        *_, gate_a, shift, scale, gate_m = modulation.chunk(6, dim=-1)
+        x = x + gate_a * self.project(out.flatten(2))
+        return x + gate_m * self.mlp(modulate(x, shift, scale))
+
+
+@cache
+def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`Block.before` and `Block.after`, fused. Neither asks which block it is, so all of them share one graph."""
+    return torch.compile(Block.before, fullgraph=True), torch.compile(Block.after, fullgraph=True)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -185,8 +213,17 @@ def sinusoids(sigma: Tensor, dim: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # as for the tile order: cached, so it must serve training too
+def _tables(grid: VideoGrid, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Tile order, its inverse and the rotary table in tile order, on the device: nothing is copied at every step."""
+    order = grid.order()
+    return order.to(device), grid.inverse().to(device), rotary_table(grid, dim)[order].to(device)
+
+
 def rotary_table(grid: VideoGrid, dim: int) -> Tensor:
-    """Unit complex numbers (S, dim / 2) of float32, raster order, to rotate pairs by: a third of them for each axis."""
+    """Cosines and sines to rotate neighbouring pairs by, float32 (S, 2, dim), raster order; a third for each axis.
+
+    Every pair has its cosine twice, and its sine with the sign that its first and its second element want.
+    """
     pairs = dim // 2
     shares = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
     places = (torch.arange(size, dtype=torch.float32) for size in (grid.frames, grid.height, grid.width))
@@ -196,10 +233,12 @@ def rotary_table(grid: VideoGrid, dim: int) -> Tensor:
         for axis, share in zip(axes, shares, strict=True)
     ]
     angle = torch.cat(angles, dim=-1)
-    return torch.polar(torch.ones_like(angle), angle)
+    sine = torch.stack([-angle.sin(), angle.sin()], -1).flatten(-2)
+    return torch.stack([angle.cos().repeat_interleave(2, -1), sine], 1)
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of x (B, S, H, D) by the table (S, D / 2), in float32 (float64 is kept)."""
-    pairs = torch.view_as_complex(x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotary[:, None]).flatten(-2)
+    """Rotate neighbouring pairs of x (B, S, H, D) by the table (S, 2, D), in float32 (float64 is kept)."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    cos, sin = rotary[:, None].unbind(2)
+    return torch.addcmul(x * cos, x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), sin)
