@@ -4,7 +4,9 @@ memory, measurements."""
 import io
 import itertools
 import logging
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -349,6 +351,40 @@ def test_memory_is_capped_reported_and_freed(caplog: pytest.LogCaptureFixture) -
             handle.forget()
             assert handle.bytes_held() == 0
     assert "memory cap" in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{}, {"states": 2, "groups": 2, "local": "fresh"}], ids=str)
+def test_all_models_and_requests_stay_under_one_cap(settings: dict, caplog: pytest.LogCaptureFixture) -> None:
+    """Two transformers that take over, requests with and without names, in turns and in threads."""
+    from test_held_pipelines import pipeline, run
+
+    def most(cap: float, names: list[str], in_thread: bool) -> int:
+        pipe, found = pipeline(second=True), [0]
+        with reuse(pipe, holding(interval=3, warmup=3, memory_gib=cap / 2**30, **settings)) as handle:
+
+            def note(*_: Any) -> None:
+                found.append(handle.bytes_held())
+
+            def work(name: str) -> None:
+                with handle.request(name) if name else nullcontext():
+                    run(pipe, size=(1, 8, 16), steps=12, batch=1)
+
+            pipe.transformer.register_forward_hook(note)
+            pipe.transformer_2.register_forward_hook(note)
+            for name in names:
+                if in_thread:
+                    thread = threading.Thread(target=work, args=(name,))
+                    thread.start()
+                    thread.join()
+                else:
+                    work(name)
+            note()
+        return max(found)
+
+    whole = most(2.0**30, [""], False)
+    for names, in_thread in ((["", ""], False), (["a", "b", "a"], False), (["", "", ""], True)):
+        assert 0.5 * whole < most(0.7 * whole, names, in_thread) <= 0.7 * whole
+    assert "The memory cap leaves no layer room" in caplog.text
 
 
 def test_states_are_merged_before_slopes_are_dropped() -> None:

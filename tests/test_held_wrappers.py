@@ -1,6 +1,7 @@
 """Reuse among other people's wrappers, put on before or after it: held as without them, taken out without harm."""
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,8 @@ import torch
 from test_held_pipelines import pipeline, run
 from torch import Tensor
 
-from foveate import ReuseConfig, reuse
+from foveate import ParallelConfig, ReuseConfig, parallelize, reuse
+from foveate.models.adapters import installed
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: pip install 'foveate[diffusers]'")
 STEPS = 9
@@ -71,6 +73,7 @@ def count(pipe: Any) -> list[int]:
     """Calls of the first block, which stands for the model."""
     calls = [0]
 
+    @torch.compiler.disable  # or every number of calls would be compiled anew
     def note(*_: Any) -> None:
         calls[0] += 1
 
@@ -136,15 +139,44 @@ def test_a_compiled_model_is_one_graph_and_held_from_outside(first: bool) -> Non
     torch.testing.assert_close(small(pipe), plain)
 
 
-def test_copies_are_plain_and_independent() -> None:
+@pytest.mark.parametrize("name", ["mag", "blocks", "attention"])
+def test_caches_inside_that_leave_layers_out_are_told_of_and_nothing_is_held_wrongly(name: str, caplog: Any) -> None:
+    configs: dict[str, Any] = {
+        "mag": diffusers.MagCacheConfig(num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS, max_skip_steps=2),
+        "blocks": diffusers.FirstBlockCacheConfig(threshold=0.3),
+        "attention": diffusers.PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(0, 1000),
+            current_timestep_callback=lambda: 500,
+        ),
+    }  # fmt: skip
+    pipe = pipeline()
+    pipe.transformer.enable_cache(configs[name])
+    alone = small(pipe)
+    for hold, said in (("attention", "not all attention layers ran"), ("output", "the errors of both add up")):
+        caplog.clear()
+        with reuse(pipe, ReuseConfig(interval=3, warmup=2, hold=hold)):  # pyright: ignore[reportArgumentType]
+            made = [small(pipe) for _ in range(2)]
+        assert torch.equal(*made)
+        assert [said in record.message for record in caplog.records].count(True) == 1
+        if hold == "attention" and name != "attention":  # that one keeps the layers of one branch alone
+            assert (made[0] - alone).norm() < 1e-5 * alone.norm()
+        assert torch.equal(small(pipe), alone)
+
+
+@pytest.mark.parametrize("hold", ["output", "attention"])
+def test_copies_are_plain_and_independent(hold: Any) -> None:
     pipe = pipeline()
     plain = small(pipe)
-    with reuse(pipe, ReuseConfig(interval=3, warmup=2)) as handle:
+    with reuse(pipe, ReuseConfig(interval=3, warmup=2, hold=hold)) as handle:
         held = small(pipe)
         twin, third = copy.deepcopy(pipe.transformer), copy.copy(pipe.transformer)
-        stored = pickle.loads(pickle.dumps(pipe.transformer))
-        for other in (twin, third, stored):
+        torch.save(pipe, file := io.BytesIO())
+        file.seek(0)
+        stored = torch.load(file, weights_only=False).transformer
+        for other in (twin, third, stored, pickle.loads(pickle.dumps(pipe)).transformer):
             assert type(other) is diffusers.WanTransformer3DModel
+            if hold == "output" or other is not third:  # a shallow copy shares its attentions with the model
+                assert installed(other) is None
         for parameter in twin.parameters():
             parameter.data.zero_()
         assert torch.equal(small(pipe), held)
@@ -170,3 +202,70 @@ def test_what_others_built_upon_it_lets_through() -> None:
         assert not torch.equal(small(pipe), plain)
         assert again.report().hit_rate > 0.5
     assert torch.equal(small(pipe), plain)
+
+
+def on_halves(hold: Any, names: list[str], first: bool) -> list[str]:
+    """What is wrong where two ranks take a branch of guidance each, among each of the wrappers."""
+    wrong, settings = [], {"interval": 3, "warmup": 2, "hold": hold}
+    with reuse(pipe := pipeline(), ReuseConfig(**settings, ranks="independent")):
+        alone = small(pipe)
+    for name in names:
+        torch._dynamo.reset()
+        wrap, ours, theirs = WRAPPERS[name], pipeline(), pipeline()
+        wrap(theirs)
+        plain = small(theirs)
+        if first:
+            wrap(ours)
+        with reuse(ours, ReuseConfig(**settings, cfg=2, head=1)) as handle:
+            if not first:
+                wrap(ours)
+            calls, made, each = count(ours), [], []
+            for _ in range(2):
+                before = calls[0]
+                made.append(small(ours))
+                each.append(calls[0] - before)
+            rate = handle.report().hit_rate
+        expected = 1 + (STEPS if hold == "attention" else 4)  # both compute step 0
+        held = 5 / 10 if hold == "attention" else 5 / 9
+        checks = {
+            "repeats": torch.equal(*made),
+            "alone": name in ("lora", "casting") or near(made[0], alone),
+            "calls": each == [expected] * 2,
+            "rate": abs(rate - held) < 1e-3,
+            "plain after": torch.equal(small(ours), plain),
+        }
+        wrong += [f"{name}: {what} {each} {rate:.2f}" for what, fine in checks.items() if not fine]
+    return wrong
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() < 1e-5 * b.norm())
+
+
+@pytest.mark.parametrize(("hold", "first"), [("output", True), ("output", False), ("attention", True)])
+def test_branches_on_halves_of_the_ranks_among_wrappers(hold: Any, first: bool, worlds: Any) -> None:
+    some = {"model offload", "group offload", "cache", "lora"} if hold == "attention" or not first else {*WRAPPERS}
+    names = [name for name in WRAPPERS if name in some - {"compiled in place"}]
+    assert worlds(2).run(on_halves, hold, names, first) == [[], []]
+
+
+def tiled(pipe: Any) -> Tensor:
+    """Of a tile of tokens a rank."""
+    return run(pipe, size=(1, 16, 32), batch=1, steps=STEPS)
+
+
+def copied(hold: Any) -> list[bool]:
+    pipe = pipeline()
+    plain, spread = tiled(pipe), parallelize(pipe.transformer, ParallelConfig(sequence=2))
+    with reuse(pipe, ReuseConfig(interval=3, warmup=2, hold=hold)):
+        held, same = tiled(pipe), []
+        for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+            same += [torch.equal(tiled(other), plain), installed(other.transformer) is None]
+        same.append(torch.equal(tiled(pipe), held))
+    spread.remove()
+    return same
+
+
+def test_copies_of_a_model_on_ranks_are_plain(worlds: Any) -> None:
+    for hold in ("output", "attention"):
+        assert worlds(2).run(copied, hold) == [[True] * 5] * 2

@@ -45,7 +45,7 @@ class ReuseHandle:
     """What `reuse` gives back; a context manager too, the end of whose `with` removes it. `models` may be read."""
 
     def __init__(self, target: Any, config: ReuseConfig):
-        self.config, self._told = config, False
+        self.config, self._told, self._warned = config, False, False
         pipe = None if isinstance(target, nn.Module) else target
         named = {"": target} if isinstance(target, nn.Module) else transformers(target)
         self._tracker = Tracker(self._began, self._ended)
@@ -127,6 +127,15 @@ class ReuseHandle:
 
     def _began(self, forward: Forward) -> None:
         self._mode.began(forward)
+        module = self.models[forward.branch.model].module
+        outputs = self.config.hold == "output" and not self.config.exact
+        if outputs and not self._warned and getattr(module, "is_cache_enabled", False):
+            self._warned = True
+            log.warning(
+                "reuse: a cache of diffusers is enabled in the model too (enable_cache): the errors of both add up, "
+                "and a cache that counts calls counts only those that reuse makes. disable_cache(), unless that is "
+                "wanted"
+            )
 
     def _ended(self, request: Request, why: str) -> None:
         self._mode.settle(request)

@@ -64,8 +64,8 @@ class Outputs:
         return pytree.tree_unflatten([next(found) if x is TENSOR else x for x in leaves], spec)
 
     def took(self, forward: Forward, result: Any, sent: int, mine: bool = True) -> Any:
-        """The model has been called, and sent so many bytes to other ranks. mine: on this rank. What its caller gets:
-        the result, and in it what held steps missed.
+        """The model has been called, and sent so many bytes to other ranks. mine: on this rank, not on one
+        of the other half. What its caller gets: the result, and in it what held steps missed.
         """
         request, branch, place = forward.request, forward.branch, forward.place
         leaves, spec = pytree.tree_flatten(result)
@@ -80,9 +80,8 @@ class Outputs:
         mended = branch.held.mended(values, place.sigma, place.then) if self.config.mend else values
         measured = not self.config.exact and branch.held.renew(values, place.sigma)
         branch.kept = [TENSOR if isinstance(x, Tensor) else x for x in leaves], spec
-        branch.sent, request.anchor = sent, place.step
-        if mine:
-            self._note(forward, hold=False, measured=measured)
+        branch.sent, request.anchor = sent if mine else 0, place.step
+        self._note(forward, hold=False, mine=mine, measured=measured)
         if all(x is y for x, y in zip(mended, values, strict=True)):
             return result
         found = iter(mended)
@@ -127,13 +126,13 @@ class Outputs:
             return Verdict(False, "nothing to predict from", verdict.predicted)
         return verdict
 
-    def _note(self, forward: Forward, hold: bool, measured: bool = False) -> None:
+    def _note(self, forward: Forward, hold: bool, mine: bool = True, measured: bool = False) -> None:
         request, branch, place = forward.request, forward.branch, forward.place
         one, verdict = (1, 1, 1), request.verdict
         assert verdict is not None
         record = StepRecord(
             request.number, place.step, branch.label, place.sigma, "output held" if hold else verdict.reason,
-            torch.full(one, not hold), torch.full(one, verdict.predicted), torch.full((1,), float(not hold)),
+            torch.full(one, not hold), torch.full(one, verdict.predicted), torch.full((1,), float(mine and not hold)),
             0 if hold else branch.sent, branch.sent, branch.held.bytes(),
             branch.held.missed.reshape(one) if measured else None, self._names[branch.model],
         )  # fmt: skip

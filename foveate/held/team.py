@@ -93,6 +93,8 @@ class Team:
         if found is not None:
             log.info("reuse: every rank computes the whole model, as a policy is installed that is not of parallelize")
             return None, Degrees(config.cfg, 1, 1, 1)
+        if world == config.cfg and config.head in (None, 1):  # a rank a branch: nothing to cut, nothing in the model
+            return None, Degrees(config.cfg, 1, 1, 1)
         with adapters.install(model, Dense()) as seen:
             degrees = Degrees.choose(config, seen.heads, world, local)
         plan = ParallelConfig(head=degrees.head, sequence=degrees.sequence, plan="fixed", check_inputs=False)

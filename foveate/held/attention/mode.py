@@ -3,6 +3,7 @@
 Inside a model: its self-attentions are computed by `HoldStates`, put in by the model's adapter.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,8 @@ from foveate.held.decide import warmup
 from foveate.held.team import Team
 from foveate.held.tracker import Forward, Request
 from foveate.models import adapters
+
+log = logging.getLogger("foveate")
 
 
 @dataclass
@@ -39,7 +42,7 @@ class AttentionStates:
         teams: list[Team | None],
         requests: Callable[[], list[Request]],
     ):
-        self.config, self._names, self._teams = config, names, teams
+        self.config, self._names, self._told = config, names, False
         self._undo: list[Callable[[], Any]] = []
         self.policies: list[HoldStates] = []
         budget = Budget(config, requests)
@@ -90,9 +93,13 @@ class AttentionStates:
 
     def took(self, forward: Forward, result: Any, sent: int, mine: bool = True) -> Any:
         branch, record = forward.branch, forward.branch.kept
-        if not mine or record is None:  # the other half of the ranks has its states from now on
+        whole = record is not None and branch.held.ran == branch.held.layers
+        if mine and not whole and not self.config.exact:
+            self._left_out(forward)
+        if not mine or record is None or not whole:  # the other ranks have its states now, or some were not renewed
             branch.held = branch.kept = None
             return result
+        forward.request.why[record.reason] += record.hits == 0
         branch.sent = sent if bool(record.fresh.all()) else branch.sent
         record.bytes_moved, record.bytes_exact, record.model = sent, branch.sent, self._names[branch.model]
         forward.request.records.append(record)
@@ -100,6 +107,16 @@ class AttentionStates:
         if not self.config.exact:
             forward.request.anchor = forward.place.step if record.hits == 0 else forward.request.anchor
         return result
+
+    def _left_out(self, forward: Forward) -> None:
+        forward.request.why["layers left out inside the model"] += 1
+        if not self._told:
+            self._told = True
+            log.warning(
+                "reuse: not all attention layers ran in a forward (step %d): something inside the model, such as "
+                "enable_cache, leaves layers out too. Held attention states begin anew after every such forward; use "
+                "one of the two: disable_cache(), or hold='output', the default", forward.place.step,
+            )  # fmt: skip
 
     def joined(self, request: Request) -> None:
         for branch in request.branches:
@@ -114,6 +131,9 @@ class AttentionStates:
         return sum(branch.held.bytes() for branch in request.branches if branch.held is not None)
 
     def advice(self, request: Request) -> str:
+        plans = [one.held.memory for one in request.branches if one.held is not None and one.held.memory is not None]
+        if plans and not any(any(plan.held) for plan in plans):
+            return "The memory cap leaves no layer room: raise memory_gib, or forget() requests that have ended"
         return "A lower quality, a shorter warmup, or an interval holds more"
 
     def remove(self) -> None:

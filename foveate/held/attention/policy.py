@@ -52,10 +52,9 @@ class HoldStates:
         if layer.index == 0:
             self._begin(forward, layer, q)
         held: LayerStates | None = forward.branch.held
-        if held is None or held.step != forward.place.step:
-            raise RuntimeError(
-                f"{layer.name} was called before the model's first layer: layers must run in their order"
-            )
+        if held is None or held.step != forward.place.step:  # the first layer was left out: `took` says so
+            return self._whole(layer, q, k, v)
+        held.ran += 1
         if self.config.exact:
             out = self._whole(layer, q, k, v)
         elif self.config.whole:
@@ -87,7 +86,6 @@ class HoldStates:
             alike[0].plan if alike else None,
         )  # fmt: skip
         branch.kept = held.record(request.number, branch.label)
-        request.why[branch.kept.reason] += branch.kept.hits == 0
 
     def _layout(self, layer: Layer, q: Tensor) -> Layout:
         if self.ranks is not None:

@@ -50,7 +50,7 @@ class LayerStates:
         self.layers, self.layout, self.config, self.start, self.device = layers, layout, config, start, device
         self.memory: MemoryPlan | None = None
         self.plan: StepPlan | None = None
-        self.step, self.sigma = -1, torch.nan
+        self.step, self.sigma, self.ran = -1, torch.nan, 0  # ran: layers of the newest forward
         self.kinked_at: int | None = None
         self.plain = torch.full((layers,), torch.nan, dtype=torch.float64)  # measured errors of a plain hold,
         self.first = self.plain.clone()  # and with the slope
@@ -89,7 +89,7 @@ class LayerStates:
         """Plan a step. cap: bytes this branch may hold, asked once. other: what a branch planned for this very step."""
         self._take_in()
         self.weight = plans.step_weight(self.sigma, sigma)
-        self.step, self.sigma = step, sigma
+        self.step, self.sigma, self.ran = step, sigma, 0
         if kink:
             log.info("step %d: guidance changed, slopes begin anew", step)
             self.kinked_at = step
