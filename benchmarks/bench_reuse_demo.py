@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import foveate as fv
+from foveate.generation.builtin import load_model
 from foveate.quality import psnr
 from foveate.sample import generate
-from foveate.training.generate import load_model
 from foveate.training.recipes import CHECKPOINT
 
 FIXED: list[dict[str, Any]] = [{"interval": n} for n in (2, 3, 4, 6)] + [

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import foveate
 from foveate import flags
-from foveate.training.generate import GenerateConfig
+from foveate.generation.config import GenerateConfig
 from foveate.training.machine import refuse_many_processes
 from foveate.training.recipes import TrainConfig
 
@@ -91,23 +91,38 @@ def train(
 
 def generate(
     config: Annotated[GenerateConfig, tyro.conf.arg(name="")],
-    out: Annotated[Path, tyro.conf.Positional] = Path("clip.mp4"),
+    clip: Annotated[Path | None, tyro.conf.Positional] = None,
+    out: Path | None = None,
     overwrite: bool = False,
+    skip_existing: bool = False,
     file: File = None,
 ) -> int:
-    """Generate a clip with a trained model.
+    """Generate a clip with any video pipeline of diffusers, or a model by `foveate train`; alone or under torchrun.
 
     Args:
         config: Every dial of the clip.
-        out: The MP4 to write.
-        overwrite: Replace the file where there is one.
+        clip: The MP4 to write, clip.mp4 by default.
+        out: The same by name; with --prompts a folder, clips by default.
+        overwrite: Replace files that are there.
+        skip_existing: Leave out the clips whose files are there, to go on with a long list.
         file: YAML or JSON file of these flags; flags beside it win.
     """
-    from foveate.training.generate import generate_file
+    if clip is not None and out is not None:
+        raise ValueError(f"give the file once: {clip}, or --out {out}")
+    target = clip or out or Path("clip.mp4" if config.prompts is None else "clips")
+    if config.kind == "ours":
+        from foveate.generation.builtin import generate_file
 
-    refuse_many_processes("generate")
-    generate_file(out, config, messages, overwrite=overwrite)
-    console.print(f"wrote {out}")
+        refuse_many_processes("generate")
+        if skip_existing and target.exists():
+            return 0
+        generate_file(target, config, messages, overwrite=overwrite)
+        console.print(f"wrote {target}")
+        return 0
+    from foveate.generation.run import generate_clips
+
+    for written in generate_clips(config, target, messages, overwrite=overwrite, skip_existing=skip_existing):
+        console.print(f"wrote {written}")
     return 0
 
 
@@ -129,9 +144,11 @@ def calibrate(
         overwrite: Replace the file where there is one.
         file: YAML or JSON file of these flags; flags beside it win.
     """
-    from foveate.training.generate import calibrate_file
+    from foveate.generation.builtin import calibrate_file
 
     refuse_many_processes("calibrate")
+    if config.kind == "pipeline":
+        raise ValueError("for a diffusers pipeline, calibrate by fv.calibrate in Python (docs/reuse.md)")
     found = calibrate_file(out, config, calls, clips, messages, overwrite=overwrite)
     console.print(f"wrote {out}: computes {len(found.anchors)} of {found.steps} steps")
     return 0

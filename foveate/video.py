@@ -264,10 +264,13 @@ def to_uint8(video: Tensor) -> np.ndarray:
     return pixels.round().clamp(0, 255).byte().movedim(-4, -1).contiguous().numpy()
 
 
-def write_mp4(target: str | Path | BinaryIO, video: np.ndarray, fps: float) -> None:
+def write_mp4(
+    target: str | Path | BinaryIO, video: np.ndarray, fps: float, about: Mapping[str, str] | None = None
+) -> None:
     """Write uint8 (T, H, W, 3) as an MP4 that browsers play: H.264 where PyAV has it, yuv420p, even sizes.
 
-    An odd edge is repeated once. Raises ValueError for another shape or type.
+    An odd edge is repeated once. about: tags of the file's header, such as `comment`. Raises ValueError for another
+    shape or type.
     """
     if video.ndim != 4 or video.shape[-1] != 3 or video.dtype != np.uint8 or 0 in video.shape:
         raise ValueError(f"video must be uint8 (T, H, W, 3), got {video.dtype} {video.shape}; see to_uint8")
@@ -276,6 +279,7 @@ def write_mp4(target: str | Path | BinaryIO, video: np.ndarray, fps: float) -> N
     named = isinstance(target, str | Path)
     place, layout = (str(target), {"movflags": "faststart"}) if named else (target, {})
     with av.open(place, "w", format="mp4", options=layout) as container:
+        container.metadata.update(about or {})
         # One thread: with several, x264's bytes differed from run to run on a busy machine.
         options = {"crf": "14", "threads": "1"} if codec == "libx264" else {}
         rate = Fraction(fps).limit_denominator(1001)

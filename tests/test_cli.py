@@ -20,8 +20,9 @@ import tyro
 
 import foveate as package
 from foveate import __main__, cli
+from foveate.generation import builtin
 from foveate.models.dit import DiTConfig, VideoDiT
-from foveate.training import generate, machine
+from foveate.training import machine
 from foveate.training.checkpoint import load_weights, save_weights
 from foveate.training.recipes import CHECKPOINT, TrainConfig
 
@@ -230,7 +231,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(small, foveate: Run, tmp_p
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(generate, "write_mp4", full)
+    monkeypatch.setattr(builtin, "write_mp4", full)
     arguments = ("generate", tmp_path / "clip.mp4", "--model", small, "--steps", "1")
     done = foveate(*arguments)
     assert done.code == 1

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from foveate import AttnState, ReuseConfig, SparsityConfig, VideoGrid, attend, merge, reuse, sparsify
 from foveate.attention import Layer
+from foveate.generation.builtin import generate_file, load_model
+from foveate.generation.config import GenerateConfig
 from foveate.held.around import saying
 from foveate.held.attention import sampling
 from foveate.held.attention.budget import Budget
@@ -33,7 +35,6 @@ from foveate.held.tracker import RUNNING, Branch, Forward, Inputs, Request
 from foveate.models.dit import DiTConfig, VideoDiT
 from foveate.sample import generate
 from foveate.training.checkpoint import load_weights, save_weights
-from foveate.training.generate import GenerateConfig, generate_file, load_model
 from foveate.training.recipes import CHECKPOINT
 
 TOLERANCE = 1e-5
@@ -498,7 +499,7 @@ def test_generate_command_reuses_states(tmp_path: Any) -> None:
     weights, about = load_weights(CHECKPOINT)
     save_weights(small, weights, {**about, "clip": {"frames": 4, "height": 32, "width": 32, "fps": 25}})
     console = Console(file=said, width=200)
-    generate_file(tmp_path / "clip.mp4", GenerateConfig(model=small, steps=8, reuse=0.1, device="cpu"), console)
+    generate_file(tmp_path / "clip.mp4", GenerateConfig(model=small, steps=8, quality=0.1, device="cpu"), console)
     assert (tmp_path / "clip.mp4").stat().st_size > 0
     assert "% of the attention computed" in said.getvalue()
     assert "100% of the attention" not in said.getvalue()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "foveate"
-ORDER = ["kernels", "tiles", "attention", "models", "sparsity", "parallel", "held", "training", "cli"]
+ORDER = ["kernels", "tiles", "attention", "models", "sparsity", "parallel", "held", "training", "generation", "cli"]
 LEAVES = {
     "charts",
     "costs",

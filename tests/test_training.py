@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from foveate.data import write_mp4
+from foveate.generation.builtin import load_model, make_sparse
 from foveate.models.dit import DiTConfig
 from foveate.sparsity.config import SparsityConfig
 from foveate.training import checkpoint, loop, recipes
-from foveate.training.generate import load_model, make_sparse
 from foveate.training.loop import Trainer, learning_rate
 from foveate.training.recipes import TrainConfig, smoke
 

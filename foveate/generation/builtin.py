@@ -1,17 +1,19 @@
-"""From a weights file to an MP4."""
+"""From a weights file that `foveate train` wrote to an MP4."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from foveate.data import to_uint8, write_mp4
+from foveate.generation.config import GenerateConfig
+from foveate.generation.film import about as about_clip
+from foveate.generation.film import check_target, given_flags, whole
 from foveate.held.calibrate import calibrate
 from foveate.held.config import ReuseConfig
 from foveate.held.handle import reuse as reuse_states
@@ -23,59 +25,13 @@ from foveate.training import checkpoint
 from foveate.training.flow import stream
 from foveate.training.folder import SPARSE
 from foveate.training.machine import pick_device
-from foveate.training.recipes import CHECKPOINT
+
+STEPS = 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """Every dial of a generated clip."""
-
-    model: Path = CHECKPOINT
-    """Weights file that `foveate train` wrote; the demo's by default."""
-    attention: Literal["dense", "sparse"] = "dense"
-    """Compute all of the attention, or what the folder `sparse` beside the model says."""
-    steps: int = 30
-    """Denoising steps."""
-    seed: int = 0
-    """Seed of the noise that the clip is made from."""
-    label: int | None = None
-    """Class of the clip, counted from 0, for a model that was trained on class folders."""
-    prompt: str | None = None
-    """Caption of the clip, for a model that was trained on captions."""
-    text_encoder: str | None = None
-    """Folder or hub name of the encoder that the model was trained with, for --prompt."""
-    unconditional: bool = False
-    """Let a model that takes a label or a prompt make a clip without one."""
-    guidance: float = 1.0
-    """Classifier-free guidance; 1 is off and computes the model once a step."""
-    reuse: float | None = None
-    """Quality in (0, 1] of reusing what earlier denoising steps computed, for example 0.9; 1 is exact."""
-    schedule: Path | None = None
-    """File by `foveate calibrate` that says which steps are computed, in place of --reuse; wants --solver euler."""
-    solver: Literal["heun", "euler"] = "heun"
-    """Second order with two model calls a step, or one call a step, which loses less where steps are reused."""
-    device: str = "auto"
-    """Device to compute on: auto, cpu, cuda or cuda:N."""
-
-    def __post_init__(self) -> None:
-        if self.attention not in ("dense", "sparse"):
-            raise ValueError(f"--attention must be dense or sparse, got {self.attention!r}")
-        if self.steps < 1:
-            raise ValueError(f"--steps: generation needs at least 1 step, got {self.steps}")
-        if not 0 <= self.guidance < float("inf"):
-            raise ValueError(f"--guidance must be a number of at least 0, got {self.guidance}")
-        if self.reuse is not None:
-            ReuseConfig(quality=self.reuse)
-        if self.solver not in ("heun", "euler"):
-            raise ValueError(f"--solver must be heun or euler, got {self.solver!r}")
-        if self.schedule is not None and (self.reuse is not None or self.solver != "euler"):
-            raise ValueError("--schedule takes the place of --reuse, and wants --solver euler, as it was calibrated")
-        if self.unconditional and (self.label is not None or self.prompt is not None):
-            raise ValueError("--unconditional wants a clip without a condition: leave --label and --prompt out")
-        if (self.prompt is None) != (self.text_encoder is None):
-            raise ValueError("--prompt and --text-encoder go together: a caption, and what turns it into numbers")
-        if self.guidance != 1 and self.label is None and self.prompt is None:
-            raise ValueError("--guidance strengthens a condition: give --label or --prompt, or leave it out")
+def strength(config: GenerateConfig) -> float:
+    """Of guidance, off where it was not asked for."""
+    return 1.0 if config.guidance is None else config.guidance
 
 
 def load_model(path: Path, device: str = "cpu") -> tuple[VideoDiT, dict]:
@@ -127,28 +83,13 @@ def condition(config: GenerateConfig, model: DiTConfig) -> Tensor | None:
     return found[None]
 
 
-def check_target(out: Path, overwrite: bool, suffix: str = ".mp4") -> None:
-    """ValueError where no such file can be written to `out`, or where one is already there."""
-    if out.suffix != suffix:
-        raise ValueError(f"{out} must end in {suffix}")
-    if out.is_dir():
-        raise ValueError(f"{out} is a folder; give the name of a file")
-    if out.exists() and not overwrite:
-        raise ValueError(f"{out} is there already; give another name, or --overwrite to replace it")
-    home = next(folder for folder in out.absolute().parents if folder.exists())
-    if not home.is_dir():
-        raise ValueError(f"{home} is a file, so {out} cannot lie in it")
-    if not os.access(home, os.W_OK | os.X_OK):
-        raise ValueError(f"{home} cannot be written to (read-only, or not yours); give another place")
-
-
 @contextmanager
 def reusing(model: VideoDiT, config: GenerateConfig, console: Console) -> Iterator[None]:
     """What earlier steps computed, reused as the flags say, and what that saved; nothing where they say nothing."""
-    if config.reuse is None and config.schedule is None:
+    if config.quality is None and config.schedule is None:
         yield
         return
-    by_error = None if config.reuse is None else ReuseConfig(quality=config.reuse)
+    by_error = None if config.quality is None else ReuseConfig(quality=config.quality)
     with reuse_states(model, by_error or ReuseConfig(schedule=config.schedule)) as handle:
         yield
         report = handle.report()
@@ -157,10 +98,10 @@ def reusing(model: VideoDiT, config: GenerateConfig, console: Console) -> Iterat
 
 def open_model(config: GenerateConfig, device: str) -> tuple[VideoDiT, dict, Tensor | None]:
     """The model, what its file says, and the condition of the clip. ValueError where they do not go together."""
-    model, about = load_model(config.model, device)
+    model, about = load_model(Path(config.model), device)
     given = condition(config, model.config)
     if config.attention == "sparse":
-        make_sparse(model, config.model.parent / SPARSE)
+        make_sparse(model, Path(config.model).parent / SPARSE)
     return model, about, None if given is None else given.to(device)
 
 
@@ -171,7 +112,7 @@ def make_clip(
     shape = (1, model.config.channels, size["frames"], size["height"], size["width"])
     noise = torch.randn(shape, generator=stream(seed)).to(next(model.parameters()).device)
     return generate(
-        model, noise, steps=config.steps, condition=given, guidance=config.guidance, solver=config.solver,
+        model, noise, steps=config.steps or STEPS, condition=given, guidance=strength(config), solver=config.solver,
         progress=lambda done, total: status.update(f"generating: step {done} of {total}"),
     )  # fmt: skip
 
@@ -182,8 +123,8 @@ def calibrate_file(
     """Write the schedule of these flags' clips, made from clips of as many seeds. ValueError as `generate_file`."""
     if not 0 < calls <= 1:
         raise ValueError(f"--calls is the share of the steps that compute, in (0, 1], got {calls}")
-    if config.reuse is not None or config.schedule is not None:
-        raise ValueError("a calibration computes everything: leave --reuse and --schedule out")
+    if config.quality is not None or config.schedule is not None:
+        raise ValueError("a calibration computes everything: leave --quality (or --reuse) and --schedule out")
     check_target(out, overwrite, ".json")
     config = replace(config, solver="euler")
     model, about, given = open_model(config, pick_device(config.device))
@@ -191,7 +132,7 @@ def calibrate_file(
         plan = calibrate(
             model, lambda i: make_clip(model, about["clip"], config, given, config.seed + i, status), clips=clips
         )
-    found = replace(plan.schedule(calls), guidance=config.guidance)
+    found = replace(plan.schedule(calls), guidance=strength(config))
     out.parent.mkdir(parents=True, exist_ok=True)
     found.write(out)
     return found
@@ -207,10 +148,5 @@ def generate_file(out: Path, config: GenerateConfig, console: Console, *, overwr
     size = about["clip"]
     with console.status("generating") as status, reusing(model, config, console):
         video = make_clip(model, size, config, given, config.seed, status)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.stem}.partial.mp4")
-    try:
-        write_mp4(partial, to_uint8(video)[0], fps=size.get("fps", 25))
-        os.replace(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole(out) as partial:
+        write_mp4(partial, to_uint8(video)[0], fps=size.get("fps", 25), about=about_clip(given_flags(config)))
