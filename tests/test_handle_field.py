@@ -340,3 +340,13 @@ def test_a_profile_needs_little_memory_beside_its_inputs() -> None:
         profile(q, k, v, grid, predictor=Predictor(*matrices), rows=1, generator=torch.Generator().manual_seed(0))
     whole = 2 * grid.tokens * 64 * 64 * 4  # float32 outputs by key tile and token of one query tile
     assert live.peak < whole / 4
+
+
+def test_shapes_alone_run_and_teach_nothing() -> None:
+    """On the meta device, as for counting or planning."""
+    with torch.device("meta"):
+        model = VideoDiT(DiTConfig(width=32, depth=2, heads=2, patch=(1, 1, 1)))
+    handle = sparsify(model, SparsityConfig(budget=0.2))
+    found = model(torch.empty(1, 3, 8, 16, 16, device="meta"), torch.empty(1, device="meta"))
+    assert found.shape == (1, 3, 8, 16, 16)
+    assert not handle.policy.ready

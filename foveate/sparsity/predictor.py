@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from foveate.attention import no_autocast
 from foveate.kernels.select import octant_means, octant_sizes, project
 from foveate.tiles import OCTANT, TILE, VideoGrid
 
@@ -42,7 +43,7 @@ class Moments:
         """Take in q (B, S, H, D) and k (B, S, G, D), any float dtype. Raises ValueError for other shapes."""
         heads, dim, _ = self.cq.shape
         _check(q, k, heads, dim)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device):
             self.add(Lesson.of(second_moments(octant_means(q), project(octant_means(k), None, heads)), q.shape[0]))
 
     def add(self, lesson: "Lesson") -> None:
@@ -234,7 +235,7 @@ class Learner:
         scale = float(self.moments.cq.shape[1] ** -0.5 if scale is None else scale)
         device = sight.q.device
         # Generation may run in inference mode; what is learned there must serve elsewhere too.
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with torch.inference_mode(False), torch.no_grad(), no_autocast(device):
             if self.seen < self.start:
                 return Lesson.of(second_moments(*sight.octants()), sight.q.shape[0])
             return Lesson.of(self._gradient(sight, grid, scale, torch.Generator(device).manual_seed(seed)))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from foveate.attention import no_autocast
 from foveate.kernels.reference import tile_means, tile_sizes
 from foveate.kernels.select import forced_tiles, octant_means, octant_sizes, project
 from foveate.sparsity.predictor import Predictor, Sight
@@ -106,7 +107,7 @@ def measure(
     tiles = grid.tiles()
     drawn = torch.randperm(tiles, generator=generator, device=generator.device)[: min(rows, max(1, tiles // SHARE))]
     together = max(1, CHUNK // (sight.q.shape[0] * sight.heads * TILE * tiles))
-    with torch.autocast(sight.q.device.type, enabled=False):
+    with no_autocast(sight.q.device):
         parts = [_sums(sight, grid, predictor, budgets, constants, part, scale) for part in drawn.split(together)]
     recall, squared, norm, count = (torch.stack(x).sum(0) for x in zip(*parts, strict=True))
     recall = (recall / count).clamp(max=1)
