@@ -168,11 +168,11 @@ class Bench:
         words = self.selection.words[:, mine][:, :, first // TILE : -(-stop // TILE)].contiguous()
         if method.kind == "tiles":
             self.choose(q, k, mine, merged, outer)
-            out = attend_sequence(q, k, v, words, Job(outer, merged, kernel, None, "layer", self.buffers))
+            out = attend_sequence(q, k, v, words, Job(outer, merged, kernel, None, "layer", self.buffers)).out
         else:
             if method.kind == "ring":
                 self.choose(q, k, mine, merged, None)
-            out = attend_ring(q, k, v, merged, outer, kernel, "layer", None if method.kind == "dense" else words)
+            out = attend_ring(q, k, v, merged, outer, kernel, "layer", None if method.kind == "dense" else words).out
         return return_out(out, assigned, 1, run, inner, "layer")
 
     def choose(self, q: Tensor, k: Tensor, mine: Tensor, shards: Shards, group: Any) -> None:

@@ -100,15 +100,15 @@ class Bench:
         first, stop = merged.bounds[outer.rank : outer.rank + 2]
         words = self.selection.words[:, mine][:, :, first // 64 : -(-stop // 64)].contiguous()
         if kind == "dense":
-            out = attend_ring(q, k, v, merged, outer, kernel, "layer")
+            out = attend_ring(q, k, v, merged, outer, kernel, "layer").out
         elif kind == "ring":
-            out = attend_ring(q, k, v, merged, outer, kernel, "layer", words)
+            out = attend_ring(q, k, v, merged, outer, kernel, "layer", words).out
         else:
             budgets = self.budgets.to(self.device)[mine]
             choice = Choice(self.predictor.a[mine], self.predictor.b[mine], budgets, GRID.video)
             chosen = select_sequence(q, k, choice, merged, outer, "layer")
             self.flips = (unpack(chosen, GRID.tiles()) != unpack(words, GRID.tiles())).sum()  # ties; stays on device
-            out = attend_sequence(q, k, v, words, Job(outer, merged, kernel, None, "layer", self.buffers))
+            out = attend_sequence(q, k, v, words, Job(outer, merged, kernel, None, "layer", self.buffers)).out
         return return_out(out, assigned, 1, run, inner, "layer")
 
     def step(self, attention: Callable[[Three], Tensor]) -> list[Tensor]:

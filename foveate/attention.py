@@ -88,7 +88,11 @@ class Layer:
 
 
 class Policy(Protocol):
-    """How a self-attention is computed. q (B, S, H, D), k and v (B, S, G, D), S in tile order -> out (B, S, H, D)."""
+    """How a self-attention is computed. q (B, S, H, D), k and v (B, S, G, D), S in tile order -> out (B, S, H, D).
+
+    A policy for models whose video attends jointly with other tokens has a method `state` too, of the same arguments:
+    it returns the `AttnState`, whose lse takes part in gradients (`state_of`).
+    """
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
@@ -98,6 +102,21 @@ class Dense:
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v).out
+
+    def state(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> AttnState:
+        return attend(q, k, v)
+
+
+def state_of(policy: Policy, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> AttnState:
+    """What a policy computes, with its lse, to be merged with attention to other keys. ValueError without `state`."""
+    state = getattr(policy, "state", None)
+    if state is None:
+        raise ValueError(
+            f"{layer.name or f'layer {layer.index}'} attends to video and other tokens together, and a "
+            f"{type(policy).__name__} gives no lse to merge the two by; give it a method state(layer, q, k, v) that "
+            "returns the AttnState (docs/adding-a-model.md)"
+        )
+    return state(layer, q, k, v)
 
 
 def attend(
@@ -147,6 +166,27 @@ def attend(
     if selection is None:
         return AttnState(*_attend(q, k, v, None, None, backend, 64, 64, scale, deterministic))
     return AttnState(*_attend(q, k, v, selection.words, pooled, backend, *_tiles(selection), scale, deterministic))
+
+
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> AttnState:
+    """Dense attention of q (B, M, H, D) to those keys of k, v (B, S, G, D) that `valid`, bool (B, S), names; D <= 248.
+
+    A sequence without a valid key has an lse of about -1e5 or less, which weighs nothing where it is merged. Whatever
+    stands in keys and values that are not valid, NaN included, reaches nothing. None: all are.
+
+    Kernels need no mask for it: further columns of the head dim hold a constant in queries, and in keys 0, or what
+    makes the logit so low that its exponential is exactly 0. Meant for a few keys: columns cost as the head dim does.
+    """
+    if valid is None:
+        return attend(q, k, v)
+    dim = q.shape[-1]
+    wide = kernel_dim(dim + 8, q.device.type)
+    k, v = (x.masked_fill(~valid[:, :, None, None], 0) for x in (k, v))
+    bias = torch.where(valid, 0.0, -32768.0).to(k.dtype)[:, :, None, None].expand(*k.shape[:3], 1)
+    q = torch.nn.functional.pad(q, (0, wide - dim), value=256.0)
+    k = torch.nn.functional.pad(torch.cat([k, bias], -1), (0, wide - dim - 1))
+    state = attend(q, k, torch.nn.functional.pad(v, (0, wide - dim)), scale=dim**-0.5)
+    return AttnState(state.out[..., :dim], state.lse)
 
 
 @torch.library.custom_op("foveate::attend", mutates_args=())

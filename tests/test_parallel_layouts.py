@@ -73,14 +73,14 @@ def sharded(
     kernel = Kernel(scale=shape[3] ** -0.5, backend=backend, query_tile=query_tile)
     merged = shards.merged(head)
     if mask is None:
-        out = attend_ring(*own, merged, groups, kernel, "layer")
+        out = attend_ring(*own, merged, groups, kernel, "layer").out
     else:
         mine = list(assigned.expanded(repeats).of[heads.rank])
         rows = slice(merged.bounds[groups.rank] // query_tile, -(-merged.bounds[groups.rank + 1] // query_tile))
         names = [periphery] * shape[1] if isinstance(periphery, str) else periphery
         pooled = torch.tensor([names[h] == "pool" for h in mine], device=device) if "pool" in names else None
         job = Job(groups, merged, kernel, pooled, "layer", Buffers())
-        out = attend_sequence(*own, pack(mask[:, mine][:, :, rows]).to(device), job)
+        out = attend_sequence(*own, pack(mask[:, mine][:, :, rows]).to(device), job).out
     out = return_out(out, assigned, repeats, run, heads, "layer")
     return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, leaves, dout[:, first:stop]))]
 
@@ -142,7 +142,7 @@ def wide(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, video: int) -> list[Tens
     choice = Choice(None, None, torch.full((2,), 0.3), video, 128)
     words = select_sequence(leaves[0], leaves[1], choice, shards, group, "layer", 128)
     job = Job(group, shards, Kernel(32**-0.5, "torch", 128, 128), pooled, "layer", Buffers())
-    out = attend_sequence(*leaves, words, job)
+    out = attend_sequence(*leaves, words, job).out
     grads = torch.autograd.grad(out, leaves, dout[:, first:stop])
     return [words.transpose(1, 2), out.detach(), *grads]
 

@@ -1,5 +1,6 @@
 """Tiny random models of diffusers, their inputs, policies that force the sparse backend, and comparisons, for tests."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foveate.attention import Layer, attend
+from foveate.attention import AttnState, Layer, attend
+from foveate.models import adapters
 from foveate.tiles import Selection, VideoGrid
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: pip install 'foveate[diffusers]'")
@@ -23,6 +25,8 @@ class Case:
     build: Callable[[], nn.Module]
     inputs: Callable[[tuple[int, int, int]], dict]
     text: int = 0
+    joint: bool = False  # other tokens beside the video, which the grid does not count
+    rows: Callable[[tuple[int, int, int]], Tensor] | None = None  # places of the video's tokens in a packed sequence
     flat_mask: bool = False  # the plain processor wants an additive mask (B * H, S, S), not a bool one (B, H, S, S)
 
 
@@ -32,9 +36,8 @@ def rand(*shape: int) -> Tensor:
 
 def wan(patch=(1, 2, 2), cls: str = "WanTransformer3DModel", **more) -> nn.Module:
     shape = {"num_attention_heads": 2, "attention_head_dim": 32, "in_channels": 3, "out_channels": 3, "text_dim": 8}
-    return getattr(diffusers, cls)(
-        patch_size=patch, freq_dim=8, ffn_dim=32, num_layers=2, rope_max_seq_len=16, **shape, **more
-    )
+    sizes = {"freq_dim": 8, "ffn_dim": 32, "num_layers": 2, "rope_max_seq_len": 16}
+    return getattr(diffusers, cls)(patch_size=patch, **(sizes | shape | more))
 
 
 def wan_inputs(patch=(1, 2, 2), tokens: int = 6, per_token: bool = False, image: bool = False, **more):
@@ -82,6 +85,55 @@ def ltx_inputs(grid: tuple[int, int, int]) -> dict:
     return inputs | dict(zip(("num_frames", "height", "width"), grid, strict=True))
 
 
+TOKENS = 11
+PADDED = torch.tensor([[1] * TOKENS, [1] * 4 + [0] * (TOKENS - 4)])  # one sequence without padding, one with
+
+
+def hunyuan(**more) -> nn.Module:
+    return diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_layers=1, num_single_layers=1,
+        num_refiner_layers=1, mlp_ratio=1.0, text_embed_dim=8, pooled_projection_dim=8, rope_axes_dim=(8, 12, 12),
+        **more,
+    )  # fmt: skip
+
+
+def hunyuan_inputs(grid: tuple[int, int, int]) -> dict:
+    frames, height, width = grid
+    inputs = {"hidden_states": rand(2, 4, frames, 2 * height, 2 * width), "timestep": 1000 * torch.rand(2)}
+    inputs |= {"encoder_hidden_states": rand(2, TOKENS, 8), "encoder_attention_mask": PADDED}
+    return inputs | {"pooled_projections": rand(2, 8), "guidance": 1000 * torch.rand(2)}
+
+
+def hunyuan15() -> nn.Module:
+    return diffusers.HunyuanVideo15Transformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, num_layers=2, num_refiner_layers=1,
+        mlp_ratio=1.0, text_embed_dim=8, text_embed_2_dim=8, image_embed_dim=8, rope_axes_dim=(8, 12, 12),
+    )  # fmt: skip
+
+
+def hunyuan15_inputs(image: bool):
+    def make(grid: tuple[int, int, int]) -> dict:
+        inputs = {"hidden_states": rand(2, 4, *grid), "timestep": 1000 * torch.rand(2)}
+        inputs |= {"encoder_hidden_states": rand(2, TOKENS, 8), "encoder_attention_mask": PADDED}
+        inputs |= {"encoder_hidden_states_2": rand(2, 5, 8), "image_embeds": rand(2, 3, 8) * image}
+        return inputs | {"encoder_attention_mask_2": torch.tensor([[1, 1, 0, 0, 0], [1] * 5])}
+
+    return make
+
+
+def mochi() -> nn.Module:
+    return diffusers.MochiTransformer3DModel(
+        in_channels=4, num_attention_heads=2, attention_head_dim=32, num_layers=2, pooled_projection_dim=16,
+        text_embed_dim=8, time_embed_dim=8,
+    )  # fmt: skip
+
+
+def mochi_inputs(grid: tuple[int, int, int]) -> dict:
+    frames, height, width = grid
+    inputs = {"hidden_states": rand(2, 4, frames, 2 * height, 2 * width), "timestep": 1000 * torch.rand(2)}
+    return inputs | {"encoder_hidden_states": rand(2, TOKENS, 8), "encoder_attention_mask": PADDED.bool()}
+
+
 CASES = {
     "wan": Case(wan, wan_inputs()),
     "wan22-per-token-time": Case(wan, wan_inputs(per_token=True)),
@@ -91,6 +143,15 @@ CASES = {
     "cogvideox": Case(lambda: cogvideox(False), cogvideox_inputs(False), 11, flat_mask=True),
     "cogvideox15-rope": Case(lambda: cogvideox(True, 2), cogvideox_inputs(True, 2), 11, flat_mask=True),
     "ltx": Case(ltx, ltx_inputs, flat_mask=True),
+    "vace": Case(
+        lambda: wan(cls="WanVACETransformer3DModel", num_layers=1, vace_layers=[0], vace_in_channels=3),
+        lambda grid: wan_inputs()(grid) | {"control_hidden_states": rand(2, 3, grid[0], 2 * grid[1], 2 * grid[2])},
+    ),
+    "hunyuan": Case(hunyuan, hunyuan_inputs, joint=True),
+    "hunyuan-first-frame": Case(lambda: hunyuan(image_condition_type="token_replace"), hunyuan_inputs, joint=True),
+    "hunyuan15": Case(hunyuan15, hunyuan15_inputs(False), joint=True),
+    "hunyuan15-image": Case(hunyuan15, hunyuan15_inputs(True), joint=True),
+    "mochi": Case(mochi, mochi_inputs, joint=True),
 }
 MAIN = ("wan", "cogvideox15-rope")
 
@@ -108,7 +169,7 @@ def make(name: str, grid: tuple[int, int, int] = ODD) -> tuple[nn.Module, dict]:
 def results(model: nn.Module, *inputs: dict) -> dict[str, Tensor]:
     """Outputs, and all parameters' gradients of a fixed random mixture of them, one backward after all forwards."""
     model.zero_grad()
-    outputs = [model(**one, return_dict=False)[0] for one in inputs]
+    outputs = [out for one in inputs for out in model(**one, return_dict=False)]
     weights = [torch.randn(out.shape, generator=torch.Generator().manual_seed(7)) for out in outputs]
     sum((out * weight).sum() for out, weight in zip(outputs, weights, strict=True)).backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -117,13 +178,13 @@ def results(model: nn.Module, *inputs: dict) -> dict[str, Tensor]:
 
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
     """Equal name by name, relative to each one's norm. A gradient that is zero but for rounding (a shift of all keys
-    changes no softmax, so a bias of keys has none) only has to be so in both."""
-    assert ours.keys() == theirs.keys()
+    changes no softmax, so a bias of keys has none) only has to be so in both; it may be missing."""
     nothing = 1e-6 * max(expected.norm() for expected in theirs.values())
-    for name, expected in theirs.items():
-        if expected.norm() < nothing:
-            assert ours[name].norm() < nothing, f"{name}: should be zero"
+    for name in ours.keys() | theirs.keys():
+        if name not in theirs or theirs[name].norm() < nothing:
+            assert name not in ours or ours[name].norm() < nothing, f"{name}: should be zero"
             continue
+        expected = theirs[name]
         error = (ours[name] - expected).norm() / expected.norm()
         assert error <= tolerance, f"{name}: relative error {error:.1e}, norm {expected.norm():.1e}"
 
@@ -140,10 +201,13 @@ class Kept:
         return (torch.rand(batch, heads, tiles, tiles, generator=generator) < self.fraction) | torch.eye(tiles).bool()
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.state(layer, q, k, v).out
+
+    def state(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> AttnState:
         self.calls[layer.name] += 1
         self.layers.append(layer)
         mask = self.mask(layer.index, layer.grid, q.shape[0], q.shape[2])
-        return attend(q, k, v, Selection.from_dense(mask, layer.grid), backend="torch").out
+        return attend(q, k, v, Selection.from_dense(mask, layer.grid), backend="torch")
 
 
 class Masked:
@@ -165,9 +229,36 @@ class Masked:
         return self.original(attn, hidden_states, encoder_hidden_states, self.mask, rotary)
 
 
+class MaskedInside:
+    """diffusers' own processor, whose calls of torch's attention get a further mask (B, H, V, V) of the video in it.
+
+    rows: places of the video's tokens in the sequence, the first ones by default.
+    """
+
+    def __init__(self, original, mask: Tensor, rows: Tensor | None):
+        self.original, self.mask, self.rows = original, mask, rows
+
+    def __call__(self, attn, hidden_states, *args, attention_mask=None, image_rotary_emb=None, **kwargs):
+        more = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}  # diffusers reads these names
+        kwargs |= {name: value for name, value in more.items() if value is not None}
+        plain, turn = torch.nn.functional.scaled_dot_product_attention, iter(self.mask)
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **more) -> Tensor:
+            video = self.mask if len(query) == len(self.mask) else next(turn)[None]  # Mochi takes one clip at a time
+            rows = torch.arange(video.shape[-1]) if self.rows is None else self.rows
+            mask = torch.ones(*query.shape[:3], key.shape[2], dtype=torch.bool)
+            mask[:, :, rows[:, None], rows] = video
+            return plain(query, key, value, attn_mask=mask if attn_mask is None else mask & attn_mask, **more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+            return self.original(attn, hidden_states, *args, **kwargs)
+
+
 def mask_tokens(model: nn.Module, case: Case, grid: VideoGrid, policy: Kept) -> None:
     """Puts `policy`'s choice into the plain model as token masks in the model's own order."""
-    names = [name for name, module in model.named_modules() if name.endswith("attn1")]
+    pattern = adapters.find(model).attentions
+    names = [name for name, module in model.named_modules() if re.fullmatch(pattern, name)]
     back = torch.argsort(grid.order())
     for index, name in enumerate(names):
         tiles = policy.mask(index, grid, 2, 2)
@@ -175,6 +266,10 @@ def mask_tokens(model: nn.Module, case: Case, grid: VideoGrid, policy: Kept) -> 
         tokens = tokens[..., back, :][..., back]
         tokens = tokens.roll((grid.text, grid.text), (-1, -2))  # the model has its text first
         attention = model.get_submodule(name)
+        if case.joint:
+            rows = None if case.rows is None else case.rows((grid.frames, grid.height, grid.width))
+            attention.processor = MaskedInside(attention.processor, tokens, rows)
+            continue
         if case.flat_mask:
             tokens = torch.zeros(tokens.shape).masked_fill(~tokens, -torch.inf).flatten(0, 1)
         attention.set_processor(Masked(attention.processor, tokens))

@@ -9,20 +9,16 @@ Not covered: cross-attention, which is left alone, and masked, block-causal or K
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from foveate.attention import Layer, Policy
-from foveate.models.cogvideox import CogVideoXProcessor, cogvideox_grid
 from foveate.models.copies import Hook, Method, itself
-from foveate.models.ltx import LTXProcessor, ltx_grid
-from foveate.models.processor import Context, Processor, Shard, share_compiled_blocks
-from foveate.models.sharding import PerToken, Sharding
-from foveate.models.wan import WanProcessor, wan_grid
+from foveate.models.processor import Context, Shard, share_compiled_blocks
+from foveate.models.table import TABLE, Adapter
 from foveate.tiles import CUBE, VideoGrid
 
 log = logging.getLogger("foveate")
@@ -30,82 +26,6 @@ log = logging.getLogger("foveate")
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
 MARK = "_foveate_installed"  # on the transformer, while something is
 CAUSAL = re.compile("Causal|FAR(?=[A-Z])|KVCache|KVAttn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adapter:
-    """A row of the table.
-
-    model: name of the class. attentions: regular expression of the self-attentions' names inside it; their order in
-    the model is the order of layers. grid(config, forward's inputs by name): the token grid of one forward.
-    processor: what stands in for the processors named in `replaces` (others are refused: they would be lost).
-    text_first: joint text tokens come before the video. Without a processor the model calls `policy` itself, in tile
-    order, as the built-in VideoDiT does. sharding: where tokens enter and leave the blocks (models/sharding.py);
-    without it a model cannot be run with context parallelism.
-    """
-
-    model: str
-    attentions: str
-    grid: Callable[[Any, dict[str, Any]], VideoGrid] | None = None
-    processor: type[Processor] | None = None
-    replaces: tuple[str, ...] = ()
-    text_first: bool = False
-    sharding: Sharding | None = None
-
-
-TABLE = [
-    Adapter(
-        model="VideoDiT",
-        attentions=r"blocks\.\d+",
-        sharding=Sharding(
-            blocks=r"blocks\.\d+", video="x", per_token=(PerToken("rotary", dim=0),), grid="grid", in_tile_order=True
-        ),
-    ),
-    Adapter(
-        model="WanTransformer3DModel",
-        attentions=r"blocks\.\d+\.attn1",
-        grid=wan_grid,
-        processor=WanProcessor,
-        replaces=("WanAttnProcessor",),
-        sharding=Sharding(
-            blocks=r"blocks\.\d+", per_token=(PerToken("rotary_emb", dim=1), PerToken("temb", dim=1, ndim=4))
-        ),
-    ),
-    Adapter(
-        model="SkyReelsV2Transformer3DModel",
-        attentions=r"blocks\.\d+\.attn1",
-        grid=wan_grid,
-        processor=WanProcessor,
-        replaces=("SkyReelsV2AttnProcessor",),
-        sharding=Sharding(
-            blocks=r"blocks\.\d+", per_token=(PerToken("rotary_emb", dim=1), PerToken("temb", dim=2, ndim=4))
-        ),
-    ),
-    Adapter(
-        model="CogVideoXTransformer3DModel",
-        attentions=r"transformer_blocks\.\d+\.attn1",
-        grid=cogvideox_grid,
-        processor=CogVideoXProcessor,
-        replaces=("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0"),
-        text_first=True,
-        sharding=Sharding(
-            blocks=r"transformer_blocks\.\d+",
-            text="encoder_hidden_states",
-            per_token=(PerToken("image_rotary_emb", dim=0),),
-        ),
-    ),
-    Adapter(
-        model="LTXVideoTransformer3DModel",
-        attentions=r"transformer_blocks\.\d+\.attn1",
-        grid=ltx_grid,
-        processor=LTXProcessor,
-        replaces=("LTXVideoAttnProcessor",),
-        sharding=Sharding(
-            blocks=r"transformer_blocks\.\d+",
-            per_token=(PerToken("image_rotary_emb", dim=1), PerToken("temb", dim=1)),
-        ),
-    ),
-]
 
 
 def find(model: nn.Module) -> Adapter:
@@ -268,7 +188,7 @@ class _ProcessorsInstalled(Installed):
         self._originals = [attention.processor for attention in self._attentions.values()]
         for attention, processor in zip(self._attentions.values(), self._processors, strict=True):
             processor.original = attention.processor
-            attention.set_processor(processor)
+            _put(attention, processor)
         before = root.register_forward_pre_hook(Hook(self._before), with_kwargs=True)
         self._hooks = before, root.register_forward_hook(Hook(self._after))
         if hasattr(root, "cache_context"):
@@ -283,7 +203,7 @@ class _ProcessorsInstalled(Installed):
         places = zip(self._attentions.values(), self._processors, self._originals, strict=True)
         for attention, processor, original in places:
             if attention.processor is processor:
-                attention.set_processor(original)
+                _put(attention, original)
             else:
                 log.warning("%s has another processor than the one installed; left as it is", processor.name)
         self._context.call = None
@@ -297,7 +217,9 @@ class _ProcessorsInstalled(Installed):
                     "put in others): remove() first, change the model, then install again"
                 )
         inputs = dict(zip(self._inputs, args, strict=False)) | kwargs
-        self._context.enter(self.adapter.grid(root.config, inputs), inputs["hidden_states"].device)
+        packed = self.adapter.packed
+        rows = None if packed is None else packed(root.config, inputs)
+        self._context.enter(self.adapter.grid(root.config, inputs), inputs["hidden_states"].device, rows)
 
     def _after(self, root: Any, args: tuple, output: Any) -> None:
         self._context.remember(output if isinstance(output, Tensor) else output[0])
@@ -410,6 +332,14 @@ def _check_processors(adapter: Adapter, attentions: dict[str, Any]) -> None:
             )
         if getattr(processor, "_parallel_config", None) is not None:
             raise ValueError("diffusers' context parallelism is enabled on this model; use foveate.parallelize instead")
+
+
+def _put(attention: Any, processor: Any) -> None:
+    """In place of an attention module's processor: not all of them have set_processor."""
+    if hasattr(attention, "set_processor"):
+        attention.set_processor(processor)
+    else:
+        attention.processor = processor
 
 
 def _shape(root: Any, attention: Any) -> tuple[int, int]:

@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from foveate.attention import Layer, Policy, no_autocast, unavailable
+from foveate.attention import AttnState, Layer, Policy, no_autocast, unavailable
 from foveate.models.copies import itself
 from foveate.tiles import CUBE, VideoGrid
 
 Shard = Callable[[VideoGrid], tuple[int, int]]
 """The tokens [first, stop), in tile order, that this process holds of a grid's. They come to the blocks in that order,
 apart from a model's own order of video and text."""
+
+Share = Callable[[AttnState], tuple[AttnState, ...]]
+"""From what the same queries on every rank found among this rank's keys to what they found on each rank."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,16 @@ class Call:
     to_tiles: Tensor | None  # int64 (S,): for each place in tile order the token's place in the model's sequence
     to_model: Tensor | None  # int64 (S,): the way back; both None where the model's sequence is in tile order
     tokens: int  # S: fewer than the grid's where this process holds a shard
+    rows: Tensor | None = (
+        None  # int64: of a packed sequence, places of its video tokens, in raster order, then of others
+    )
 
 
 class Context:
     """What the processors of one installed model share. `policy` may be exchanged between forwards.
 
-    shard: where this process holds a part of every sequence only, says which: see `Shard`. tile_shape: of the tiles
-    that grids are cut into, (frames, height, width); changed between training steps only.
+    shard: where this process holds a part of every sequence only, says which: see `Shard`; share: see `Share`.
+    tile_shape: of the tiles that grids are cut into, (frames, height, width); changed between training steps only.
 
     Every thread has a forward of its own, and a step, branch and noise level inside `during`; those set outside are for
     all threads. A thread without one (of autograd's, say) takes the forward that began last.
@@ -55,6 +61,7 @@ class Context:
         self._last: Call | None = None
         self._here = threading.local()
         self.shard: Shard | None = None
+        self.share: Share | None = None
         self.tile_shape = CUBE
 
     @property
@@ -86,15 +93,15 @@ class Context:
     def call(self, call: Call | None) -> None:
         self._here.call = self._last = call
 
-    def enter(self, grid: VideoGrid, device: torch.device) -> None:
-        """A forward begins, on this grid."""
+    def enter(self, grid: VideoGrid, device: torch.device, rows: Tensor | None = None) -> None:
+        """A forward begins, on this grid. rows: of a packed sequence, see `Call`."""
         grid = replace(grid, cube=self.tile_shape)
         if self.shard is None:
             (there, back), tokens = tile_orders(grid, self.text_first, device), grid.tokens
         else:
             first, stop = self.shard(grid)
             (there, back), tokens = _shard_orders(grid, self.text_first, first, stop, device), stop - first
-        self.call = Call(grid, *self.where, there, back, tokens)
+        self.call = Call(grid, *self.where, there, back, tokens, rows)
 
     def remember(self, output: Tensor) -> None:
         """Let the backward of this forward's output find the call again, whatever ran in between.
@@ -145,24 +152,41 @@ class Processor:
         q and k take the dtype of v, as torch's own attention does under autocast, where norms return float32. The
         policy itself runs without autocast: what it measures and accumulates in float32 stays float32.
         """
+        dtype, call = q.dtype, self.call(q.shape[1])
+        q, k, v = self.in_tiles(q, k, v, call, rotary)
+        with no_autocast(q.device):
+            out = self.context.policy(self.layer(call), q, k, v)
+        return self.project(out.to(dtype), to_out, call)
+
+    def call(self, tokens: int) -> Call:
+        """The forward that runs. ValueError where there is none, or it has not so many tokens here."""
         call = self.context.call
         if call is None:
             raise ValueError(f"{self.name} was called outside its transformer's forward, so its grid is unknown")
-        if q.shape[1] != call.tokens:
+        if tokens != call.tokens:
             raise ValueError(
-                f"{self.name} got {q.shape[1]} tokens where {call.grid} has {call.tokens} here: is the sequence "
+                f"{self.name} got {tokens} tokens where {call.grid} has {call.tokens} here: is the sequence "
                 "sharded, or extended, by something else? Remove that, or see docs/adding-a-model.md"
             )
-        dtype = q.dtype
-        q, k = (_rotated(x, rotary, call) for x in (q, k))
-        q, k, v = (x.to(v.dtype) for x in (q, k, _reorder(v, call.to_tiles, call.to_model)))
+        return call
+
+    def layer(self, call: Call) -> Layer:
+        """What the policy is told."""
         # To the compiler a name is a constant, for which every block would be compiled anew.
         name = "" if torch.compiler.is_compiling() else self.name
-        layer = Layer(self.foveate_layer, name, call.grid, call.step, call.branch, call.sigma)
-        with no_autocast(q.device):
-            out = self.context.policy(layer, q, k, v)
-        project, *rest = to_out
-        out = _reorder(project(out.to(dtype).flatten(2)), call.to_model, call.to_tiles)
+        return Layer(self.foveate_layer, name, call.grid, call.step, call.branch, call.sigma)
+
+    def in_tiles(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, rotary: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v rotated, in tile order and in the dtype of v."""
+        q, k = (_rotated(x, rotary, call) for x in (q, k))
+        return q.to(v.dtype), k.to(v.dtype), _reorder(v, call.to_tiles, call.to_model)
+
+    def project(self, out: Tensor, to_out: Sequence[Callable[[Tensor], Tensor]], call: Call) -> Tensor:
+        """out (B, S, H, D) in tile order -> (B, S, width) in the model's."""
+        first, *rest = to_out
+        out = _reorder(first(out.flatten(2)), call.to_model, call.to_tiles)
         for follow in rest:
             out = follow(out)
         return out

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foveate.attention import Dense, Layer, Policy, attend, no_autocast, periphery_constants
+from foveate.attention import AttnState, Dense, Layer, Policy, attend, no_autocast, periphery_constants
 from foveate.parallel.buffers import Buffers
 from foveate.parallel.comm import TIMEOUT, Group, Shards, partition, release
 from foveate.parallel.headwise import Heads, exchange_qkv, own_heads, return_out
@@ -40,8 +40,11 @@ class Fixed:
     kv_tile: int = TILE
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.state(layer, q, k, v).out
+
+    def state(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> AttnState:
         chosen = self.selections.get(layer.index)
-        return attend(q, k, v, chosen, periphery=self.periphery, backend=self.backend).out
+        return attend(q, k, v, chosen, periphery=self.periphery, backend=self.backend)
 
 
 class Ranks:
@@ -129,24 +132,30 @@ class Parallel:
         return self._cuts[key]
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._outside_graphs(layer, q, k, v)
+        return self._outside_graphs(layer, q, k, v)[0]
 
-    def _call(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def state(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> AttnState:
+        return AttnState(*self._outside_graphs(layer, q, k, v, True))
+
+    def _call(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, with_lse: bool = False) -> tuple[Tensor, Any]:
+        """out (B, s, H, D), and lse (B, H, s) where it is asked for: it travels between heads and tokens too."""
         shards, me = self.cut(layer.grid), self.ranks.context.rank
         if q.shape[1] != shards.sizes[me]:
             raise ValueError(f"{layer.name}: rank {me} has {q.shape[1]} tokens, its shard {shards.sizes[me]}")
         self.shape, self.grid = (q.shape[0], q.shape[2], q.shape[3], q.element_size()), layer.grid
         with no_autocast(q.device):
-            out = self._compute(layer, q, k, v, shards)
+            out, lse = self._compute(layer, q, k, v, shards, with_lse)
         if isinstance(self.inner, Sparse) and self.inner.weighs:
             self.inner.influence.watch(layer.index, out, self._over_ranks)
-        return out
+        return out, lse
 
     def _over_ranks(self, numbers: Tensor) -> Tensor:
         self.ranks.context.mean_([numbers], "influence of heads")
         return numbers
 
-    def _compute(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, shards: Shards) -> Tensor:
+    def _compute(
+        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, shards: Shards, with_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
         where = layer.name or f"layer {layer.index}"
         call = self._begin(layer, q, k, v, shards, where)
         plan = self._plan(layer, call)
@@ -159,14 +168,18 @@ class Parallel:
         own = exchange_qkv(q, k, v, heads, run, inner, where)
         kernel = Kernel(q.shape[-1] ** -0.5, getattr(self.inner, "backend", "auto"), self.query_tile, self.kv_tile)
         if call is None:
-            out = attend_ring(*own, merged, outer, kernel, where)
+            state = attend_ring(*own, merged, outer, kernel, where)
         else:
             mine = own_heads(heads, repeats, inner, q.device)
             words = self._words(layer, call, own, mine, merged, outer, where)
             note = partial(self.fetched.add, layer.index, plan.sequence)
             job = Job(outer, merged, kernel, self._pooled(layer, mine), where, self._buffers, note)
-            out = attend_sequence(*own, words, job)
-        return return_out(out, heads, repeats, run, inner, where)
+            state = attend_sequence(*own, words, job)
+        out = return_out(state.out, heads, repeats, run, inner, where)
+        if not with_lse:
+            return out, None
+        lse = return_out(state.lse.transpose(1, 2).unsqueeze(-1), heads, repeats, run, inner, where)
+        return out, lse.squeeze(-1).transpose(1, 2)
 
     def _begin(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, shards: Shards, where: str) -> Any:
         """The call of a sparse layer, None where it is dense. What is learned and measured sees the whole sequence."""

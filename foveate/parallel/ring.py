@@ -27,28 +27,31 @@ def attend_ring(
     kernel: Kernel,
     where: str,
     words: Tensor | None = None,
-) -> Tensor:
-    """Attention of q (B, s, H, D) over all ranks' k, v (B, s, G, D): out (B, s, H, D), differentiable.
+) -> AttnState:
+    """Attention of q (B, s, H, D) over all ranks' k, v (B, s, G, D): out (B, s, H, D) and lse, differentiable.
 
     words: int32 (B, H, R, W), the tiles of the whole sequence that this rank's query tiles keep; None: all.
     """
-    return RingAttention.apply(q, k, v, words, shards, group, kernel, where)  # type: ignore[return-value]
+    return AttnState(*RingAttention.apply(q, k, v, words, shards, group, kernel, where))  # type: ignore[misc]
 
 
 class RingAttention(torch.autograd.Function):
     """`attend_ring`. In the backward float32 gradients of keys and values travel with them, and end at their owner."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, *rest: Any) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, words: Tensor | None, *rest: Any) -> Pair:
         out, lse = ring_forward(q, k, v, words, *rest)
         ctx.rest = rest
         ctx.save_for_backward(q, k, v, out, lse, words)
-        return out
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         q, k, v, out, lse, words = ctx.saved_tensors
-        return *ring_backward(grads[0], q, k, v, (out, lse), words, *ctx.rest), None, None, None, None, None
+        dout, dlse = torch.zeros_like(out) if grads[0] is None else grads[0], grads[1]
+        dqkv = ring_backward(dout, q, k, v, (out, lse), words, *ctx.rest, dlse=dlse)
+        return *dqkv, None, None, None, None, None
 
 
 def around(k: Tensor, v: Tensor, shards: Shards, group: Group, where: str) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -92,12 +95,13 @@ def ring_backward(
     group: Group,
     kernel: Kernel,
     where: str,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the inputs' dtypes."""
     dq, travelling = None, None
     for step, (owner, keys, values) in enumerate(around(k, v, shards, group, where)):
         here = _words_of(words, owner, shards, kernel)
-        dq_part, dk, dv = kernel.backward(dout.contiguous(), q, keys, values, state, here, None)
+        dq_part, dk, dv = kernel.backward(dout.contiguous(), q, keys, values, state, here, None, dlse=dlse)
         dq = dq_part if dq is None else dq + dq_part
         total = torch.stack([dk, dv]).movedim(2, 0)
         if travelling is not None:

@@ -66,12 +66,13 @@ class Kernel:
         words: Tensor | None,
         pooled: Tensor | None,
         whole: bool = False,
+        dlse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this part, float32, if not the whole. state: the merged out and lse."""
         dout, q, k, v, out = (self.widen(x) for x in (dout, q, k, v, state[0]))
         tiles = self.query_tile, self.kv_tile
         return torch.ops.foveate.attend_backward(
-            dout, None, q, k, v, out, state[1], words, pooled, self.backend, *tiles, self.scale, not whole
+            dout, dlse, q, k, v, out, state[1], words, pooled, self.backend, *tiles, self.scale, not whole
         )
 
 
@@ -95,25 +96,26 @@ class Job:
         return Place(self.shards, self.group.rank, self.kernel.kv_tile)
 
 
-def attend_sequence(q: Tensor, k: Tensor, v: Tensor, words: Tensor, job: Job) -> Tensor:
+def attend_sequence(q: Tensor, k: Tensor, v: Tensor, words: Tensor, job: Job) -> AttnState:
     """Sparse attention of this rank's queries q (B, s, H, D) over the kept tiles of all ranks; differentiable.
 
     k, v: (B, s, G, D) of this rank. words: int32 (B, H, R, W), the tiles of the whole sequence its query tiles keep.
     """
-    return SequenceAttention.apply(q, k, v, words, job)  # type: ignore[return-value]
+    return AttnState(*SequenceAttention.apply(q, k, v, words, job))  # type: ignore[misc]
 
 
 class SequenceAttention(torch.autograd.Function):
     """`attend_sequence`: local tiles while selected ones travel, and back."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, words: Tensor, job: Job) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, words: Tensor, job: Job) -> Pair:
         state, local, fetch, remote = sequence_forward(q, k, v, words, job)
         # Tensors through save_for_backward alone: checkpointing throws them away and makes them again.
         ctx.job, ctx.fetch = job, fetch
         far = (None, None, None) if remote is None else (remote[0].tiles, remote[0].means, remote[1])
         ctx.save_for_backward(q, k, v, *state, local, *far)
-        return state[0]
+        ctx.set_materialize_grads(False)
+        return state
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
@@ -122,7 +124,8 @@ class SequenceAttention(torch.autograd.Function):
         if tiles is not None:
             shape = (k.shape[0], k.shape[2], k.shape[3])
             remote = Remote(tiles, ctx.fetch.got, means, ctx.job.place, shape), words_far
-        dq, dk, dv = sequence_backward(grads[0], q, k, v, (out, lse), local, ctx.fetch, remote, ctx.job)
+        dout, dlse = torch.zeros_like(out) if grads[0] is None else grads[0], grads[1]
+        dq, dk, dv = sequence_backward(dout, q, k, v, (out, lse), local, ctx.fetch, remote, ctx.job, dlse)
         return dq, dk, dv, None, None
 
 
@@ -152,20 +155,22 @@ def sequence_forward(q: Tensor, k: Tensor, v: Tensor, words: Tensor, job: Job):
     return (merged.out.to(q.dtype), merged.lse), local, fetch, (remote, words_far)
 
 
-def sequence_backward(dout: Tensor, q, k, v, state: Pair, local: Tensor, fetch: Fetch | None, remote, job: Job):
+def sequence_backward(
+    dout: Tensor, q, k, v, state: Pair, local: Tensor, fetch: Fetch | None, remote, job: Job, dlse: Tensor | None = None
+):
     """dq, dk, dv in the inputs' dtypes. Fetched tiles first, so that their gradients travel while own ones are made."""
     kernel, place = job.kernel, job.place
     dout = dout.contiguous()
     if fetch is None:
-        grads = kernel.backward(dout, q, k, v, state, local, job.pooled, whole=True)
+        grads = kernel.backward(dout, q, k, v, state, local, job.pooled, whole=True, dlse=dlse)
         return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
     far, words_far = remote
     k_far, v_far = far.expand(kernel.widen(k), job.buffers)
-    dq_far, dk_far, dv_far = kernel.backward(dout, q, k_far, v_far, state, words_far, job.pooled)
+    dq_far, dk_far, dv_far = kernel.backward(dout, q, k_far, v_far, state, words_far, job.pooled, dlse=dlse)
     tiles, means = far.collect(dk_far, dv_far)
     returning = fetch.start_back(tiles)
     returning_means = None if means is None else return_means(means, place, job.group, job.where)
-    dq, dk, dv = kernel.backward(dout, q, k, v, state, local, job.pooled)
+    dq, dk, dv = kernel.backward(dout, q, k, v, state, local, job.pooled, dlse=dlse)
     dk, dv = (tiles_of(x, place.tile).clone() for x in (dk, dv))
     fetch.add_back(returning.wait(), dk, dv)
     if returning_means is not None:

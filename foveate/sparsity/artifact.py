@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from foveate.attention import Dense, Layer
+from foveate.attention import AttnState, Dense, Layer
 from foveate.models import adapters
 from foveate.sparsity.controller import Decision, Plan
 from foveate.sparsity.policy import Sparse
@@ -106,10 +106,13 @@ class Follower:
         self.leader = leader
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.state(layer, q, k, v).out
+
+    def state(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> AttnState:
         with torch.no_grad():
             mode = self.leader.mode_of(layer)
             selection = None if mode == "dense" else self.leader.selection(layer, q, k)
-        return self.leader.compute(layer, mode, selection, q, k, v).out
+        return self.leader.compute(layer, mode, selection, q, k, v)
 
 
 def follow(copy: nn.Module, leader: adapters.Installed, policy: Sparse) -> adapters.Installed:

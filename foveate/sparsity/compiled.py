@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from foveate.attention import Layer
+from foveate.attention import AttnState, Layer
 from foveate.kernels.bits import WORD
 from foveate.sparsity.influence import squares
 from foveate.tiles import VideoGrid
@@ -30,13 +30,13 @@ def register(policy: "Sparse") -> int:
     return token
 
 
-def attention(token: int, query_tile: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention(token: int, query_tile: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> AttnState:
     """Attention of q (B, S, H, D) over k, v (B, S, G, D) by policy `token`, traceable."""
     grid = layer.grid
     sizes = [grid.frames, grid.height, grid.width, grid.text]
     step = -1 if layer.step is None else layer.step
     grad = torch.is_grad_enabled()
-    return _policy(q, k, v, token, query_tile, layer.index, sizes, list(grid.cube), step, grad)[0]
+    return AttnState(*_policy(q, k, v, token, query_tile, layer.index, sizes, list(grid.cube), step, grad)[:2])
 
 
 @torch.library.custom_op("foveate::policy", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -81,8 +81,8 @@ def _(q, k, v, token, query_tile, index, sizes, cube, step, grad):
 
 @torch.library.custom_op("foveate::policy_backward", mutates_args=())
 def _policy_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, words: Tensor, constants: Tensor,
-    facts: Tensor, token: int, query_tile: int, index: int,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, words: Tensor,
+    constants: Tensor, facts: Tensor, token: int, query_tile: int, index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv by the backward of the kernel that computed the forward."""
     policy = _policies[token]
@@ -91,21 +91,23 @@ def _policy_backward(
     sparse, any_pooled = facts.tolist()
     backend, scale = policy.backend, q.shape[-1] ** -0.5
     parts: tuple[Any, ...] = (words, constants if any_pooled else None, backend) if sparse else (None, None, "auto")
-    return torch.ops.foveate.attend_backward(dout, None, q, k, v, out, lse, *parts, query_tile, query_tile, scale)
+    return torch.ops.foveate.attend_backward(dout, dlse, q, k, v, out, lse, *parts, query_tile, query_tile, scale)
 
 
 @_policy_backward.register_fake
-def _(dout, q, k, v, out, lse, words, constants, facts, token, query_tile, index):
+def _(dout, dlse, q, k, v, out, lse, words, constants, facts, token, query_tile, index):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, v, ctx.token, ctx.query_tile, ctx.index, *_ = inputs
     ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor, *others: Tensor) -> tuple:
-    dqkv = _policy_backward(dout.contiguous(), *ctx.saved_tensors, ctx.token, ctx.query_tile, ctx.index)
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: Tensor) -> tuple:
+    dout = torch.zeros_like(ctx.saved_tensors[3]) if dout is None else dout.contiguous()
+    dqkv = _policy_backward(dout, dlse, *ctx.saved_tensors, ctx.token, ctx.query_tile, ctx.index)
     return *dqkv, None, None, None, None, None, None, None
 
 

@@ -169,13 +169,16 @@ class Sparse:
         return self.by_class.get(index, self.default)
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.state(layer, q, k, v).out
+
+    def state(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> AttnState:
         if torch.compiler.is_compiling():
             return compiled.attention(self.token, self.query_tile, layer, q, k, v)
         mode, selection = self.choose(layer, q, k, v, torch.is_grad_enabled())
-        out = self.compute(layer, mode, selection, q, k, v).out
+        state = self.compute(layer, mode, selection, q, k, v)
         if self.weighs:
-            self.influence.watch(layer.index, out)
-        return out
+            self.influence.watch(layer.index, state.out)
+        return state
 
     def choose(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, grad: bool) -> tuple[str, Selection | None]:
         """Learn and measure from one call, and say how it is to be computed: the mode, and the tiles it keeps."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.attention import AttnState, Layer, Policy, attend, merge
+from foveate.attention import AttnState, Layer, Policy, attend, merge, state_of
 from foveate.held.around import said
 from foveate.held.attention.budget import Budget
 from foveate.held.attention.cache import Span, between
@@ -41,12 +41,16 @@ class HoldStates:
         self._uncompiled: Any = torch.compiler.disable(self._call)
 
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._uncompiled(layer, q, k, v)
+        return self._uncompiled(layer, q, k, v, False)[0]
 
-    def _call(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def state(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> AttnState:
+        return AttnState(*self._uncompiled(layer, q, k, v, True))
+
+    def _call(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """out (B, S, H, D), and where it is asked for its lse (B, H, S)."""
         forward: Forward | None = said(RUNNING)
         if forward is None or not self.on:
-            return self._whole(layer, q, k, v)
+            return self._whole(layer, q, k, v, with_lse)
         if torch.is_grad_enabled() and q.requires_grad:
             raise ValueError("reuse is for generation: run it under torch.no_grad(), or remove() it for training")
         if layer.index == 0:
@@ -56,15 +60,15 @@ class HoldStates:
             return self._whole(layer, q, k, v)
         held.ran += 1
         if self.config.exact:
-            out = self._whole(layer, q, k, v)
+            found = self._whole(layer, q, k, v, with_lse)
         elif self.config.whole:
-            out = self._hold_or_compute(held, layer, q, k, v)
+            found = self._hold_or_compute(held, layer, q, k, v, with_lse)
         else:
-            out = self._by_bundle(held, layer, q, k, v)
+            found = self._by_bundle(held, layer, q, k, v, with_lse)
         if layer.index == self.layers - 1:
             ranks, apart = self.ranks, not self.config.whole
             held.end(forward.branch.kept, None if ranks is None else lambda sums: ranks.gather(sums, apart))
-        return out
+        return found
 
     def _begin(self, forward: Forward, layer: Layer, q: Tensor) -> None:
         """Plan the step. Branches that are called at one are anchored together: the first plans for all."""
@@ -103,24 +107,36 @@ class HoldStates:
 
     # What one layer does.
 
-    def _whole(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _whole(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Exact attention over all keys, of all ranks."""
         exact = self.inner if self.ranks is None else self.ranks.team.parallel
-        return attend(q, k, v, backend=self.config.backend).out if exact is None else exact(layer, q, k, v)
+        if exact is not None and not with_lse:
+            return exact(layer, q, k, v), None
+        state = attend(q, k, v, backend=self.config.backend) if exact is None else state_of(exact, layer, q, k, v)
+        return state.out, state.lse
 
-    def _hold_or_compute(self, held: LayerStates, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A layer that is held or computed as a whole: its one state weighs against nothing, so no lse is needed."""
+    def _hold_or_compute(
+        self, held: LayerStates, layer: Layer, q: Tensor, k: Tensor, v: Tensor, with_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """A layer that is held or computed as a whole: its one state weighs against nothing here, so its lse is held
+        only where it is merged with attention to other tokens."""
         index = layer.index
         if any(any(row) for row in held.fresh[index]):
-            out = self._whole(layer, q, k, v)
-            state = AttnState(out, torch.zeros(q.shape[0], q.shape[2], q.shape[1], device=q.device))
-            measure(held, index, q, k, v, [state], None)
-            self._remember(held, index, [state])
-            return out
+            out, lse = self._whole(layer, q, k, v, with_lse)
+            alone = AttnState(out, torch.zeros(q.shape[0], q.shape[2], q.shape[1], device=q.device))
+            measure(held, index, q, k, v, [alone], None)
+            self._remember(held, index, [AttnState(out, lse) if with_lse and lse is not None else alone])
+            return out, lse
         measure(held, index, q, k, v, None, None)
-        return held.states[index][0].moved_out(held.coefficient(index, 0), (0, q.shape[1]), q.dtype)
+        state, ahead, rows = held.states[index][0], held.coefficient(index, 0), (0, q.shape[1])
+        if not with_lse:
+            return state.moved_out(ahead, rows, q.dtype), None
+        moved = state.moved(ahead, rows, self.config.clamp, q.dtype)
+        return moved.out, moved.lse
 
-    def _by_bundle(self, held: LayerStates, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _by_bundle(
+        self, held: LayerStates, layer: Layer, q: Tensor, k: Tensor, v: Tensor, with_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """A layer of several states, or whose own keys are always fresh."""
         index, ranks, where = layer.index, self.ranks, layer.name or f"layer {layer.index}"
         kv_heads, repeats, fetched = k.shape[2], q.shape[2] // k.shape[2], None
@@ -135,8 +151,14 @@ class HoldStates:
             fetched.finish()
         measure(held, index, q, k, v, states, own)
         self._remember(held, index, states)
-        out = merge(*states, *([] if own is None else [own])).out
-        return out if ranks is None else ranks.to_tokens(out, kv_heads, repeats, layer.grid, where)
+        whole = merge(*states, *([] if own is None else [own]))
+        if ranks is None:
+            return whole.out, whole.lse
+        out = ranks.to_tokens(whole.out, kv_heads, repeats, layer.grid, where)
+        if not with_lse:
+            return out, None
+        lse = ranks.to_tokens(whole.lse.transpose(1, 2).unsqueeze(-1), kv_heads, repeats, layer.grid, where)
+        return out, lse.squeeze(-1).transpose(1, 2)
 
     def _bundle(self, held: LayerStates, index: int, number: int, q: Tensor, keys: Keys) -> AttnState:
         """A bundle's state of all rows, whether computed now or held."""
