@@ -38,12 +38,12 @@ class HunyuanVideoProcessor(JointProcessor):
         return video, text if attn.to_add_out is None else attn.to_add_out(text)
 
 
-def projected(attn: Any, x: Tensor, projection: str, norm: str) -> list[Tensor]:
+def projected(attn: Any, x: Tensor, projection: str, norm: str) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, S, H, D), normalised by head, of x (B, S, H * D) by the modules of these names."""
     q, k, v = split_heads(attn, *(getattr(attn, projection.format(one))(x) for one in "qkv"))
     norms = [getattr(attn, norm.format(one)) for one in "qk"]
     q, k = (y if module is None else module(y) for y, module in zip((q, k), norms, strict=True))
-    return [q, k, v]
+    return q, k, v
 
 
 def unchanged(x: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class HoldStates:
             self._begin(forward, layer, q)
         held: LayerStates | None = forward.branch.held
         if held is None or held.step != forward.place.step:  # the first layer was left out: `took` says so
-            return self._whole(layer, q, k, v)
+            return self._whole(layer, q, k, v, with_lse)
         held.ran += 1
         if self.config.exact:
             found = self._whole(layer, q, k, v, with_lse)
