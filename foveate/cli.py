@@ -19,6 +19,7 @@ import foveate
 from foveate import flags
 from foveate.generation.config import GenerateConfig
 from foveate.training.machine import refuse_many_processes
+from foveate.training.plan import PlanConfig
 from foveate.training.recipes import TrainConfig
 
 # What came out of a command is on stdout, what is worth knowing meanwhile on stderr. Brackets in names and messages are
@@ -173,7 +174,39 @@ def doctor(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False, measure
     return 0
 
 
-COMMANDS = {"demo": demo, "train": train, "generate": generate, "calibrate": calibrate, "doctor": doctor}
+def plan(
+    config: Annotated[PlanConfig, tyro.conf.arg(name="")],
+    measure: bool = False,
+    plot: Path | None = None,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    file: File = None,
+) -> int:
+    """Predict training steps and generation on a cluster that need not be there: our layouts, Ulysses, ring and USP.
+
+    Args:
+        config: The cluster and the work.
+        measure: Measure this cluster instead, under torchrun: attention kernels and links, for later plans.
+        plot: A picture of both over the number of GPUs: plan.png.
+        as_json: Print one JSON object, for programs.
+        file: YAML or JSON file of these flags; flags beside it win.
+    """
+    from foveate.training import plan as planning
+
+    if measure:
+        written = planning.measure(messages.print)
+        if written and os.environ.get("RANK", "0") == "0":
+            console.print(f"measured: {written}")
+        return 0
+    refuse_many_processes("plan")
+    found = planning.predict(config)
+    print(json.dumps(found, indent=1) if as_json else planning.table(found, config.gpus))
+    if plot is not None:
+        planning.plot(found, plot)
+        messages.print(f"wrote {plot}")
+    return 0
+
+
+COMMANDS = {"demo": demo, "train": train, "generate": generate, "calibrate": calibrate, "doctor": doctor, "plan": plan}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

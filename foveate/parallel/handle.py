@@ -26,6 +26,7 @@ from foveate import costs as prices
 from foveate.attention import Dense
 from foveate.models import adapters
 from foveate.models.copies import Hook
+from foveate.parallel import links
 from foveate.parallel.comm import TIMEOUT, TRAFFIC, Group
 from foveate.parallel.plan import LayerLoad, LayerPlan, Load, ParallelPlan, Topology, contiguous, plan_parallel
 from foveate.parallel.policy import Parallel, Ranks
@@ -84,8 +85,8 @@ def parallelize(
 
     model: any that models/adapters.py has a row with a Sharding for, on its device; `sparsify` it before, wrap it in
     DDP or FSDP before or after. topology: links, for the planner; without it the hosts are asked who shares one, and
-    links are taken to be NVLink and 400 Gbit/s a GPU. Raises ValueError for models that cannot be sharded, degrees that
-    do not divide the job's ranks, and more head ranks than heads.
+    links are those that `foveate plan --measure` found here, or else NVLink and 400 Gbit/s a GPU. Raises ValueError for
+    models that cannot be sharded, degrees that do not divide the job's ranks, and more head ranks than heads.
     """
     if not dist.is_initialized():
         raise ValueError("start the job with torchrun and call torch.distributed.init_process_group() first")
@@ -107,7 +108,8 @@ class ParallelHandle:
             raise ValueError(f"{heads} heads cannot be spread over head={config.head} ranks; use sequence instead")
         self.ranks = Ranks(config.ranks, config.timeout)
         hosts = self.ranks.hosts.of_replica(config.ranks)
-        self.topology = topology or Topology(ranks=config.ranks, hosts=hosts)
+        intra, inter = links.read("")
+        self.topology = topology or Topology(ranks=config.ranks, hosts=hosts, intra=intra, inter=inter)
         self._everyone = Group(range(dist.get_world_size()), "all ranks", dist.group.WORLD, config.timeout)
         self._own = found is None
         self.installed = found or adapters.install(model, Dense())

@@ -30,21 +30,28 @@ class Link:
             raise ValueError(f"a link needs a latency of at least 0 and bandwidths above 0, got {self}")
 
 
-# What collectives reach is less than what a link carries: NVLink about 80 % of its unidirectional rate for large
-# messages, InfiniBand and RoCE about 80 to 90 %. `foveate plan --measure` replaces these by what a cluster has.
+# What collectives reach, a rank and direction, is less than what a link carries. Reached, by NCCL's maintainers: 370 of
+# NVLink 4's 450 GB/s, https://github.com/NVIDIA/nccl-tests/issues/212; 220 of NVLink 3's 300,
+# https://github.com/NVIDIA/nccl-tests/issues/228; 160 on an H800, https://github.com/deepseek-ai/DeepSeek-V3/issues/28;
+# 48 of 50 GB/s by a 400 Gbit/s adapter, an all-to-all one adapter a GPU,
+# https://github.com/NVIDIA/nccl-tests/issues/267; 24 by a 200 Gbit/s one, https://github.com/NVIDIA/nccl/issues/412.
+# The others are rates of data sheets times the same share or less. Latencies are of a whole collective with its launch,
+# and assumed. `foveate plan --measure` replaces all of it by what a cluster has.
 LINKS = {
-    "nvlink": Link(15.0, 360.0, source="NVLink 4, 450 GB/s a direction (NVIDIA H100 datasheet), 80 %"),
-    "nvlink3": Link(15.0, 240.0, source="NVLink 3, 300 GB/s a direction (NVIDIA A100 datasheet), 80 %"),
-    "nvlink5": Link(15.0, 720.0, source="NVLink 5, 900 GB/s a direction (NVIDIA B200 datasheet), 80 %"),
-    "pcie4": Link(20.0, 20.0, source="PCIe 4.0 x16, 32 GB/s a direction, 63 %"),
-    "pcie5": Link(20.0, 40.0, source="PCIe 5.0 x16, 64 GB/s a direction, 63 %"),
-    "ib800": Link(30.0, 80.0, source="InfiniBand XDR, 800 Gbit/s a GPU, 80 %"),
-    "ib400": Link(30.0, 40.0, source="InfiniBand NDR, 400 Gbit/s a GPU, 80 %"),
-    "ib200": Link(30.0, 20.0, source="InfiniBand HDR, 200 Gbit/s a GPU, 80 %"),
-    "efa400": Link(60.0, 35.0, source="AWS p5, 3,200 Gbit/s for 8 GPUs, 70 %"),
-    "efa100": Link(60.0, 8.75, 35.0, source="AWS p4d, 400 Gbit/s for 8 GPUs, 70 %"),
-    "eth100": Link(50.0, 10.0, 10.0, source="100 Gbit/s Ethernet a host, 80 %"),
-    "eth25": Link(60.0, 2.5, 2.5, source="25 Gbit/s Ethernet a host, 80 %"),
+    "nvlink": Link(15.0, 370.0, source="NVLink 4 (H100, H200), reached by NCCL"),
+    "nvlink3": Link(15.0, 220.0, source="NVLink 3 (A100), reached by NCCL"),
+    "nvlink-h800": Link(15.0, 160.0, source="NVLink of an H800, reached by NCCL"),
+    "nvlink5": Link(15.0, 740.0, source="NVLink 5 (B200), 900 GB/s a direction, 82 % assumed"),
+    "pcie4": Link(20.0, 20.0, source="PCIe 4.0 x16, 32 GB/s a direction, 63 % assumed"),
+    "pcie5": Link(20.0, 40.0, source="PCIe 5.0 x16, 64 GB/s a direction, 63 % assumed"),
+    "ib800": Link(30.0, 90.0, source="InfiniBand XDR, 800 Gbit/s a GPU, 90 % assumed"),
+    "ib400": Link(30.0, 48.0, source="InfiniBand NDR, 400 Gbit/s a GPU, reached by NCCL"),
+    "ib200": Link(30.0, 24.0, source="InfiniBand HDR, 200 Gbit/s a GPU, reached by NCCL"),
+    # https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html
+    "efa400": Link(60.0, 35.0, source="AWS p5, 3,200 Gbit/s for 8 GPUs, 70 % assumed"),
+    "efa100": Link(60.0, 8.75, 35.0, source="AWS p4d, 400 Gbit/s for 8 GPUs, 70 % assumed"),
+    "eth100": Link(50.0, 10.0, 10.0, source="100 Gbit/s Ethernet a host, 80 % assumed"),
+    "eth25": Link(60.0, 2.5, 2.5, source="25 Gbit/s Ethernet a host, 80 % assumed"),
 }
 
 
