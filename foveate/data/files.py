@@ -74,11 +74,13 @@ def walk(root: Path) -> Listing:
             elif not stat.S_ISREG(about.st_mode):
                 found.skipped.append((name, "not a regular file"))
             elif suffix in SIDECARS:
-                sidecars[suffix] += 1
+                sidecars[suffix] += name != "captions.jsonl"  # which is read
             else:
                 found.files.append(file_of(name, entry.path, os.path.join(real, entry.name), about))
     found.files.sort(key=lambda file: file.name.split("/"))
-    found.quiet = [(f"*{suffix}", f"{count} sidecar files, no video") for suffix, count in sorted(sidecars.items())]
+    found.quiet = [
+        (f"*{suffix}", f"{count} sidecar files, no video") for suffix, count in sorted(sidecars.items()) if count
+    ]
     found.quiet += [(".*", f"{hidden} hidden files and folders")] if hidden else []
     return found
 
