@@ -199,6 +199,10 @@ def test_fit_runs_in_a_thread_and_is_stopped_from_outside(config: TrainConfig) -
 def test_weights_and_predictor_files_generate_what_the_run_would(finished: Trainer) -> None:
     model, about = load_model(finished.config.out / "model.safetensors")
     assert about["step"] == STEPS
+    modes = {
+        file.stat().st_mode for file in finished.config.out.rglob("*.*") if file.suffix in (".safetensors", ".json")
+    }
+    assert len(modes) == 1  # all are for whom the umask lets read
     make_sparse(model, finished.config.out / "sparse")
     batch = finished.validation[0]
     kept = {name: weight.clone() for name, weight in finished.model.named_parameters()}

@@ -28,6 +28,14 @@ log = logging.getLogger("foveate")
 TENSORS, PLAN, FORMAT = "predictors.safetensors", "sparse.json", 1
 
 
+def save_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """`save_file`, for whom the umask lets read: by itself it leaves a file that its owner alone can."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata=metadata)
+    file.chmod(mode)
+
+
 def save(
     folder: Path | str, installed: adapters.Installed, policy: Sparse, decisions: Mapping[int, Decision], step: int
 ) -> None:
@@ -46,7 +54,7 @@ def save(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     parts = [folder / f".{name}.partial" for name in (TENSORS, PLAN)]
-    save_file(policy.state_dict(), parts[0])
+    save_tensors(parts[0], policy.state_dict())
     parts[1].write_text(json.dumps(about, indent=1, allow_nan=False))
     for part, name in zip(parts, (TENSORS, PLAN), strict=True):
         os.replace(part, folder / name)

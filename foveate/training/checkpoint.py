@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
+
+from foveate.sparsity.artifact import save_tensors
 
 PREFIX, ABANDONED = "step-", "abandoned-step-"
 
@@ -29,7 +31,7 @@ def save(root: Path, step: int, parts: Mapping[str, Mapping[str, Tensor]], state
         partial.mkdir(parents=True)
         for name, tensors in parts.items():
             whole = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
-            save_file(whole, partial / f"{name}.safetensors")
+            save_tensors(partial / f"{name}.safetensors", whole)
         (partial / "state.json").write_text(json.dumps(state, indent=1))
         _flush(partial)
         shutil.rmtree(final, ignore_errors=True)
@@ -127,7 +129,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], about: dict) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.partial")
     try:
-        save_file(dict(weights), fresh, metadata={"foveate": json.dumps(about)})
+        save_tensors(fresh, dict(weights), {"foveate": json.dumps(about)})
         os.replace(fresh, path)
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error

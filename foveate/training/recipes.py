@@ -1,6 +1,7 @@
 """Recipes: named functions that return a complete configuration. One dataclass holds every dial of a run."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -101,8 +102,8 @@ class TrainConfig:
         for name in ("warmup", "workers", "sample_every", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if min(self.lr, self.clip) <= 0 or not 0 <= self.ema < 1 or not 0 <= self.decay_to <= 1:
-            raise ValueError("lr and clip must be above 0, ema in 0 ... 1 (1 excluded), decay_to in 0 ... 1")
+        if not (0 < self.lr < math.inf and self.clip > 0) or not 0 <= self.ema < 1 or not 0 <= self.decay_to <= 1:
+            raise ValueError("lr (finite) and clip must be above 0, ema in 0 ... 1 (1 excluded), decay_to in 0 ... 1")
         if any(index >= self.model.depth for index in self.sparsity.dense_layers):
             raise ValueError(f"dense_layers must lie in 0 ... {self.model.depth - 1}, got {self.sparsity.dense_layers}")
         if self.unconditional and (self.model.classes or self.model.text_dim):
