@@ -18,6 +18,7 @@ import torch
 
 PRELOAD = ["torch", "torch.distributed.fsdp", "foveate.parallel.handle", "foveate.held.handle", "foveate.models.dit"]
 PRELOAD += [f"diffusers.models.transformers.{name}" for name in ("transformer_wan", "cogvideox_transformer_3d")]
+PRELOAD += ["diffusers.pipelines.wan.pipeline_wan", "foveate.generation.run"]  # and transformers
 LIMIT = 60.0  # seconds a task may take
 
 

@@ -129,7 +129,7 @@ def spread_model(model: nn.Module, size: int, cfg: int) -> Any:
 
 def share(handle: ReuseHandle) -> str:
     """Of the clip that is being made; empty where nothing is ever held."""
-    return "" if handle.config.exact else f"{1 - handle.report().computed:.0%} held"
+    return "" if handle.config.exact else f"{handle.report().hit_rate:.0%} held"
 
 
 def make(job: Job, ready: Ready, config: GenerateConfig, console: Console) -> bool:
@@ -148,10 +148,10 @@ def make(job: Job, ready: Ready, config: GenerateConfig, console: Console) -> bo
     if not ready.spread.writes:
         return False
     report = handle.report()
-    found = job.about | {"pipeline": type(pipe).__name__, "computed": round(report.computed, 4)}
+    found = job.about | {"pipeline": type(pipe).__name__, "held": round(report.hit_rate, 4)}
     with whole(job.out) as partial:
         write_mp4(partial, pictures, ready.fps, about(found))
-    console.print(f"{job.out.name}: {report.computed:.0%} of the model's calls computed")
+    console.print(f"{job.out.name}: {report.hit_rate:.0%} of the model's calls held")
     if config.cfg_parallel and len({record.branch for record in report.steps}) < 2:
         log.warning("--cfg-parallel: this clip has no second branch of guidance, so all ranks computed the same one")
     return True
