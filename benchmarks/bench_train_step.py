@@ -5,7 +5,8 @@
 
 diffusers' WanTransformer3DModel with random weights in bfloat16 (1536 wide, 12 heads x 128, 30 layers, feed-forward
 8960, 512 text tokens), random latents, a flow-matching loss, fused AdamW, and a checkpoint a block. `dense` is the
-model as diffusers runs it, with the fastest dense attention of torch here (cuDNN's and flash are timed first). The
+model as diffusers runs it, with the fastest dense attention of torch here (cuDNN's and flash are timed first); `dense,
+flash-attn-4` has that kernel, where it is installed, by foveate's processors. The
 sparse runs are the same model object after `foveate.sparsify` in its fixed-budget mode, at two settings:
 
     DSV-like       layers 0, 1, 2, 3 and the last dense, the others 2.6 % kept (arXiv 2502.07590)
@@ -41,9 +42,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from train_step_model import FIRST_MEASURED, TOY, WAN, Batch, Model, Shape, Timing, dense_attention
 from train_step_parts import dense_ms, lesson_ms
-from train_step_summary import DENSE, DSV, STAGE1, UNIFORM, Setting, peers, plot, summary
+from train_step_summary import DENSE, DENSE_FA4, DSV, STAGE1, UNIFORM, Setting, peers, plot, summary
 
 import foveate as fv
+from foveate.attention import unavailable
 from foveate.tiles import TILE
 
 SLACK = 1.2  # a sparse gradient's error may be so many times the dense one's
@@ -72,10 +74,10 @@ def counted(handle: fv.Handle) -> Iterator[dict[int, float]]:
         found.update({index: float(kept) for index, kept in found.items()})
 
 
-def check_kept(kept: dict[int, float], setting: Setting, layers: int, tokens: int) -> None:
+def check_kept(kept: dict[int, float], setting: Setting, layers: int, tokens: int, tile: int = TILE) -> None:
     """Every layer must have computed what the setting says, to the nearest tile."""
     dense = setting.dense_layers(layers)
-    tiles = tokens // TILE
+    tiles = tokens // tile
     for index in range(layers):
         wanted = 1.0 if setting.budget is None or index in dense else max(1, round(setting.budget * tiles)) / tiles
         if abs(kept[index] - wanted) > 0.5 / tiles:
@@ -199,9 +201,10 @@ class Bench:
 
     def _timed(self, model: Model, setting: Setting, batch: Batch, tokens: int, times: int, measure: bool) -> dict:
         row: dict[str, Any] = {}
-        if setting is DENSE:
-            model.step(Batch.of(self.shape, self.shape.short, self.device, torch.bfloat16))
-            found = [model.step(batch) for _ in range(times)]
+        if setting.budget is None and not setting.learns:
+            with model.dense_by(setting.dense):
+                model.step(Batch.of(self.shape, self.shape.short, self.device, torch.bfloat16))
+                found = [model.step(batch) for _ in range(times)]
         else:
             handle = model.handle(setting, self.options.query_tile, measure)
             try:
@@ -220,7 +223,8 @@ class Bench:
         """The first step has a lesson and its tiles are counted; it is timed in stage 1, where every step has one."""
         with counted(handle) as kept:
             first = model.step(batch, handle)
-        check_kept(kept, setting, model.layers, tokens)
+        check_kept(kept, setting, model.layers, tokens, handle.policy.kv_tile)
+        row["tile"] = handle.policy.kv_tile
         row["kept"] = [round(kept[index], 4) for index in range(model.layers)]
         row |= memory_of_index(handle, setting, model, tokens)
         if setting.learns:
@@ -300,6 +304,7 @@ def main() -> int:
         "--query-tile", type=int, choices=(64, 128), help="by default the faster one by the saved costs"
     )
     parser.add_argument("--settings", nargs="+", default=[""], help="whole steps of those whose names begin so")
+    parser.add_argument("--times", type=int, default=2, help="steps timed of dense and dropped runs")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing that would end after so many seconds")
     parser.add_argument("--peers", type=Path, help="a result of bench_attention.py, for flash-attn-4's share")
     options = parser.parse_args()
@@ -332,8 +337,10 @@ def run(bench: Bench) -> None:
         assert model is not None
         bench.parts(tokens)
         for mode in options.checkpoint:
-            for setting, times in ((DENSE, 2), (DSV[0], 2), (UNIFORM[0], 2), (STAGE1, 1), (DSV[1], 1), (UNIFORM[1], 1)):
+            twice = (DSV[0], UNIFORM[0], *([DENSE_FA4] if unavailable("fa4", device) is None else []), DENSE)
+            for setting in (*twice, STAGE1, DSV[1], UNIFORM[1]):  # dense ones late: memory is allocated by then
                 if setting.name.startswith(tuple(options.settings)):
+                    times = options.times if setting in twice else 1
                     bench.steps(model, setting, tokens, mode, times, measure=setting is DSV[0])
     del model
     free(device)

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from train_step_summary import TEACH_EVERY, Setting
 
 import foveate as fv
+from foveate.attention import Layer
+from foveate.models.adapters import install
 from foveate.tiles import VideoGrid
 
 FIRST_MEASURED = TEACH_EVERY + 2  # the step after which a sparse run measures, where it is to
@@ -130,6 +132,10 @@ class Model:
         done = now(self.device)
         return Timing(done - began, done - trained, most, float(loss.detach()))
 
+    def dense_by(self, backend: str) -> Any:
+        """For a `with`: dense attention by one of foveate's kernels; as diffusers runs it where none is named."""
+        return install(self.net, Always(backend)) if backend else nullcontext()
+
     def handle(self, setting: Setting, query_tile: int, measure: bool) -> fv.Handle:
         """The model sparsified and, by first steps on a short clip, in the stage that the setting is about."""
         periphery: Any = setting.periphery
@@ -145,6 +151,16 @@ class Model:
             self.step(short, handle)
         assert handle.decision.active is not setting.learns
         return handle
+
+
+class Always:
+    """A policy: dense attention by one kernel."""
+
+    def __init__(self, backend: str):
+        self.backend = backend
+
+    def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fv.attend(q, k, v, backend=self.backend).out
 
 
 def now(device: str) -> float:

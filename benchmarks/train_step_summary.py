@@ -22,6 +22,7 @@ class Setting:
     periphery: str = "drop"
     keeps_dense: bool = False
     learns: bool = False
+    dense: str = ""  # of a dense run: foveate's name of the kernel, instead of torch's fastest
 
     def dense_layers(self, layers: int) -> tuple[int, ...]:
         """DSV's five of 30 layers."""
@@ -29,6 +30,7 @@ class Setting:
 
 
 DENSE, STAGE1 = Setting("dense"), Setting("stage 1", learns=True)
+DENSE_FA4 = Setting("dense, flash-attn-4", dense="fa4")
 DSV = [Setting(f"DSV-like, {far}", 0.026, far, keeps_dense=True) for far in ("drop", "pool")]
 UNIFORM = [Setting(f"uniform 10 %, {far}", 0.1, far) for far in ("drop", "pool")]
 
@@ -68,6 +70,8 @@ def summary(rows: Sequence[dict], layers: int, fa4: dict[int, float]) -> list[di
             line |= overheads(parts[tokens], dense, layers, real)
         computed = with_fa4(rows, tokens, mode, dense, layers, fa4[tokens]) if tokens in fa4 else None
         line |= {} if computed is None else {"dense_fa4_s_computed": computed}
+        fa4_dense = get(steps, tokens, mode, DENSE_FA4, layers)
+        line |= {} if fa4_dense is None else {"dense_fa4_s": fa4_dense}
         for setting in (*DSV, *UNIFORM):
             seconds = get(steps, tokens, mode, setting, layers)
             if seconds is None:
@@ -76,7 +80,9 @@ def summary(rows: Sequence[dict], layers: int, fa4: dict[int, float]) -> list[di
             row = steps[tokens, mode, setting.name, layers if whole else 1]
             memory = {name: size for name, size in row.items() if name.endswith("_gib")}
             line[setting.name] = {"amortised_s": seconds, "times_faster": dense / seconds, **memory}
-            if computed is not None:
+            if fa4_dense is not None:
+                line[setting.name]["times_faster_than_fa4"] = fa4_dense / seconds
+            elif computed is not None:
                 line[setting.name]["times_faster_than_fa4_computed"] = computed / seconds
         found.append(line)
     return found

@@ -101,3 +101,28 @@ def test_flash_attn_4_is_computed_from_its_share(bench: ModuleType, tmp_path: Pa
     assert made.with_fa4(timed, 512, "attention", 2.0, 5, 0.9) == pytest.approx(2.0 - 5 * 0.004)
     assert made.with_fa4(timed, 1024, "block", 2.0, 5, 0.9) is None  # no kernel was timed at this length
     assert made.with_fa4(timed, 512, "block", 2.0, 5, 0.9) == pytest.approx(2.0 - 5 * 0.005)
+
+
+def test_own_model_rehearsal(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the compiler's minutes; the gate must be able to fail."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    own = importlib.import_module("bench_train_step_own")
+    monkeypatch.setattr(own.VideoDiT, "compile_repeated_blocks", lambda self, compiled: None)
+    monkeypatch.setattr(own, "OFTEN", 9)
+    monkeypatch.setattr(own, "TIMED", 1)
+    monkeypatch.setitem(own.CLIPS, "toy", (4, 32, 64))
+    monkeypatch.setattr(sys, "argv", ["bench_train_step_own.py", "--device", "cpu", "--toy", "--out", str(tmp_path)])
+    assert own.main() == 0
+    (file,) = tmp_path.glob("train_step_own_cpu_*.json")
+    result = json.loads(file.read_text())
+    rows = {(row["what"], row["engine"]): row for row in result["rows"]}
+    average = rows["average", "sparse, compiled, tiles of 64"]
+    assert average["interval"] == 9
+    assert average["checks_ms"] > average["without_lessons_ms"]
+    sparse = [row for (what, _), row in rows.items() if what == "sparse"]
+    best = result["summary"]["without lessons"]
+    assert best["dense, eager"] == pytest.approx(rows["dense", "dense, eager"]["ms"] / min(row["ms"] for row in sparse))
+    assert min(row["with_lesson_operators"] - row["operators"] for row in sparse) > 100
+    attend = policy.attend
+    monkeypatch.setattr(policy, "attend", lambda q, k, v, *rest, **more: attend(q, k, 1.1 * v, *rest, **more))
+    assert own.main() == 1

@@ -378,12 +378,16 @@ class Handle:
             return
         found = gap(track.pairs, self.config.shift) if compared and track.pairs else None
         track.pairs, track.looks, before = [], 0, track.control
-        track.pace = pace = self._cadence(track)
+        pace = self._cadence(track)
         config = replace(self.config, often=pace.often, rare=pace.rare)
         tile, price = self.policy.kv_tile, self._price_for(track)
-        track.control = controller.advance(
+        control = controller.advance(
             before, config, track.profile, found, self.steps, price, track.influence, tile / max(track.tokens, tile)
         )
+        track.control = control
+        track.pace = self._cadence(track)  # steps that are sparse from now on are shorter
+        interval = max(control.interval, track.pace.often)
+        track.control = replace(control, interval=interval, due=self.steps + interval)
         if track.decision is not before.decision:
             self._apply()
         self._report(index, before, found)
