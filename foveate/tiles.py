@@ -51,6 +51,11 @@ class VideoGrid:
         """Number of tokens, text included."""
         return self.video + self.text
 
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Frames, height and width of a tile on this grid: `cube`, unless the grid is shorter."""
+        return _fitted(self.cube, (self.frames, self.height, self.width))
+
     def tiles(self, size: int = TILE) -> int:
         """Number of tiles of `size` tokens, the short last one included."""
         return -(-self.tokens // size)
@@ -74,7 +79,7 @@ class VideoGrid:
 def _order(grid: VideoGrid) -> Tensor:
     sizes = (grid.frames, grid.height, grid.width)
     axes = torch.meshgrid(*(torch.arange(n) for n in sizes), indexing="ij")
-    edges = _fitted(grid.cube, sizes)
+    edges = grid.edges
     cubes = [axis // edge for axis, edge in zip(axes, edges, strict=True)]
     inside = [axis % edge for axis, edge in zip(axes, edges, strict=True)]
     key = torch.zeros(sizes, dtype=torch.int64)
@@ -88,7 +93,7 @@ def _order(grid: VideoGrid) -> Tensor:
     return torch.cat([video, torch.arange(grid.video, grid.tokens)])
 
 
-def _fitted(cube: tuple[int, int, int], sizes: tuple[int, int, int]) -> list[int]:
+def _fitted(cube: tuple[int, int, int], sizes: tuple[int, int, int]) -> tuple[int, ...]:
     """A tile's edges on a grid that may be shorter than they are: as many tokens, if the grid has them."""
     edges = list(cube)
     for axis in range(3):
@@ -98,7 +103,7 @@ def _fitted(cube: tuple[int, int, int], sizes: tuple[int, int, int]) -> list[int
                 break
             edges[axis] //= 2
             edges[min(room, key=lambda other: edges[other])] *= 2
-    return edges
+    return tuple(edges)
 
 
 @dataclass(frozen=True, eq=False)

@@ -314,6 +314,8 @@ def test_profiles_travel_as_one_tensor() -> None:
         ({"rule": "mass"}, "rule"),
         ({"periphery": "blur"}, "periphery"),
         ({"query_tile": 32}, "query_tile"),
+        ({"tile_shape": (4, 4, 8, 1)}, "tile_shape"),
+        ({"tile_shape": (4, 4, 5)}, "tile_shape"),
         ({"backend": "magic"}, "backend"),
         ({"often": 0}, "often"),
         ({"shift": 2.0}, "shift"),

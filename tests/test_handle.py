@@ -529,7 +529,7 @@ handle = sparsify(model, config, reduce=mean if kind == "ddp" else None)
 if kind == "fsdp_last":
     model = shard(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-for step in range(12):
+for step in range(16):  # the first four look for a shape of tiles, of which one rank's sequences have enough
     x = clip(100 * step + rank, (1, 3, 8, 16, 16 + 16 * rank))  # of another length on each rank
     (model(x, torch.tensor([0.3])) + x).square().mean().backward()
     optimizer.step()
@@ -541,6 +541,7 @@ state = handle.state_dict()
 dist.all_gather_object(found, [state["control"], state["predictors"]])
 (control, mine), (other, theirs) = [[drop_influence(c), p] for c, p in found]
 assert control == other, found
+assert "tiles" in handle.search.said
 assert {c: track.tokens for c, track in handle.tracks.items()} == {9: 512, 10: 1024}
 assert all(track.decision.active for track in handle.tracks.values())
 assert all(torch.equal(mine[name], theirs[name]) for name in mine)

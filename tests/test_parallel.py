@@ -14,6 +14,7 @@ from foveate.models.dit import DiTConfig, VideoDiT
 from foveate.parallel import ParallelConfig, mean_over_ranks, parallelize
 from foveate.parallel.policy import Fixed, Parallel
 from foveate.sparsity.policy import Sparse
+from foveate.tiles import CUBE
 
 TOLERANCE = 1e-5
 
@@ -299,6 +300,36 @@ def test_sparse_training_on_ranks_follows_one_process(
             assert counted == computed
         for name, theirs in state.items():
             assert torch.allclose(predictors[name].float(), theirs.float(), rtol=5e-2, atol=2e-3), name
+
+
+def shape_search(head: int, sequence: int) -> tuple[dict, list[float]]:
+    """A search for a shape of tiles that finds one, and losses before and after."""
+    torch.manual_seed(0)
+    model = VideoDiT(DiTConfig(width=64, depth=1, heads=2, patch=(1, 2, 2)))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    handle = sparsify(model, SparsityConfig(budget=0.3, **{**FAST, "warmup": 6, "pairs": 1}))
+    if head * sequence > 1:
+        parallelize(model, ParallelConfig(head=head, sequence=sequence))
+    losses = []
+    for step in range(9):
+        still = torch.randn(1, 3, 1, 20, 16, generator=torch.Generator().manual_seed(step))
+        loss = (model(still.expand(-1, -1, 16, -1, -1), torch.tensor([0.3])) + still).square().mean()
+        loss.backward()
+        model.zero_grad()
+        handle.step()
+        losses.append(loss.item())
+    assert handle.policy.computed["sparse"] > 1
+    return handle.search.to_dict(), losses
+
+
+def test_ranks_find_the_shape_of_tiles_that_one_process_finds(worlds: Worlds) -> None:
+    search, losses = shape_search(1, 1)
+    assert search["shape"] != CUBE
+    for theirs, values in worlds(2).run(shape_search, 1, 2):
+        assert theirs["shape"] == search["shape"]
+        assert theirs["said"][:60] == search["said"][:60]
+        assert values == pytest.approx(losses, rel=1e-4)
 
 
 def enabled_again(kind: str) -> tuple[Tensor, Tensor, list[Tensor]]:

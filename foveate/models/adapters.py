@@ -238,7 +238,7 @@ class _PolicyInstalled(Installed):
     """In a model that calls `model.policy` itself, in tile order. It is the policy that the model sees."""
 
     def _enter(self) -> None:
-        self._original, self._root.policy = self._root.policy, self
+        self._original, self._root.policy, self._root.tile_shape = self._root.policy, self, CUBE
         self._root.cache_context = self._told = Method(self._root, "cache_context", self._during)
 
     def _before_us(self) -> Any:

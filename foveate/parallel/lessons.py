@@ -47,6 +47,13 @@ class ShardedSight(Sight):
         self.group.mean_([total], what)
         return total * self.group.size
 
+    def part(self, clip: int, groups: slice) -> Sight:
+        whole = []
+        for x in self._part(clip, groups):
+            rows = self.group.gather(x[0].contiguous(), self.shards.sizes, f"heads of a search of {self.where}").wait()
+            whole.append(torch.cat(rows).unsqueeze(0))
+        return Sight(*whole)
+
     def octants(self, clips: Tensor | None = None) -> tuple[Tensor, Tensor]:
         rows = [-(-size // OCTANT) for size in self.shards.sizes]
         found = []

@@ -22,6 +22,7 @@ from foveate.attention import AttnState, Dense, Layer
 from foveate.models import adapters
 from foveate.sparsity.controller import Decision, Plan
 from foveate.sparsity.policy import Sparse
+from foveate.tiles import CUBE
 
 log = logging.getLogger("foveate")
 
@@ -49,7 +50,7 @@ def save(
     about = {
         "format": FORMAT, "model": installed.adapter.model, "layers": len(installed.layers),
         "heads": installed.heads, "dim": installed.dim, "rank": policy.rank, "query_tile": policy.query_tile,
-        "step": step, "plans": plans,
+        "step": step, "tile_shape": list(installed.tile_shape), "plans": plans,
     }  # fmt: skip
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,6 +89,8 @@ def load_sparse(model: nn.Module, folder: Path | str, *, backend: str = "auto") 
         plan = Plan.from_dict(plan)
         for index, row in enumerate(zip(plan.budgets, plan.constants, plan.sparse, strict=True)):
             policy.assign(index, *row, length=int(length))
+    frames, height, width = about.get("tile_shape", CUBE)
+    installed.tile_shape = frames, height, width
     policy.mode, policy.nearest = "sparse" if about["plans"] else "dense", True
     policy.freeze()
     if not about["plans"]:
@@ -129,4 +132,5 @@ def follow(copy: nn.Module, leader: adapters.Installed, policy: Sparse) -> adapt
     if (installed.layers, installed.heads, installed.dim) != (leader.layers, leader.heads, leader.dim):
         installed.remove()
         raise ValueError("the copy has other layers, heads or head dim than the model that was given to sparsify")
+    installed.tile_shape = leader.tile_shape
     return installed

@@ -24,6 +24,9 @@ class SparsityConfig:
     periphery: Literal["auto", "drop", "pool"] | float = "auto"
     """What unselected tiles do: drop, pool (each takes part as its mean), or a number, a constant on the logits of
     those means (see `attend`). auto: each head's cheapest at equal error, of a few constants that are profiled."""
+    tile_shape: Literal["auto"] | tuple[int, int, int] = "auto"
+    """Frames, height and width of a tile, such as (4, 4, 4). auto: found in the first training steps, by the output
+    errors of the model's own queries, keys and values (sparsity/shapes.py); predictors then learn anew."""
     rank: int = 16
     """Rank of the predictors."""
     query_tile: int | None = None
@@ -68,6 +71,10 @@ class SparsityConfig:
         number = isinstance(self.periphery, int | float) and math.isfinite(self.periphery)
         if not number and self.periphery not in ("auto", "drop", "pool"):
             raise ValueError(f"periphery must be auto, drop, pool or a finite number, got {self.periphery!r}")
+        if self.tile_shape != "auto" and (
+            len(self.tile_shape) != 3 or min(self.tile_shape) < 1 or math.prod(self.tile_shape) not in (64, 128)
+        ):
+            raise ValueError(f"tile_shape must be three sizes of 64 or 128 tokens together, got {self.tile_shape}")
         if self.query_tile not in (None, 64, 128):
             raise ValueError(f"query_tile must be 64 or 128 tokens, or None, got {self.query_tile}")
         if self.backend not in ("auto", *BACKENDS):

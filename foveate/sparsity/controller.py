@@ -227,7 +227,7 @@ def by_error(
 ) -> tuple[Tensor, Tensor]:
     """Budgets (L, H) at one level of weighed error, by the predictor's own choice of tiles, and the constants (L, H)
     of the periphery that allow them. before: whose constants stay where they are as good."""
-    error, constants = weighed(profile, influence), _allowed(profile, periphery)
+    error, constants = weighed(profile, influence), allowed(profile.constants, periphery)
     error = error[..., [profile.constants.index(x) for x in constants], :]
     budgets = smallest_budget(error, profile.budgets, epsilon)
     pools = torch.tensor(constants) > DROP
@@ -250,7 +250,7 @@ def weights(influence: Tensor) -> Tensor:
 
 def most_useful(profile: SparsityProfile, periphery: str | float, influence: Tensor | None = None) -> float:
     """The error level at which every head has the smallest budget. A higher one would only be slow to come back."""
-    places = [profile.constants.index(x) for x in _allowed(profile, periphery)]
+    places = [profile.constants.index(x) for x in allowed(profile.constants, periphery)]
     return float(weighed(profile, influence)[:, :, places, 0].amin(-1).max())
 
 
@@ -258,7 +258,7 @@ def at_budget(
     profile: SparsityProfile, budget: float | Sequence[float], periphery: str | float, before: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
     """Budgets (L, H) as given, one or one per head, and the constants of smallest error there (L, H)."""
-    error, constants = profile.stacked().error_predicted, _allowed(profile, periphery)
+    error, constants = profile.stacked().error_predicted, allowed(profile.constants, periphery)
     layers, heads = error.shape[:2]
     budgets = torch.as_tensor(budget, dtype=torch.float64).expand(layers, heads)
     nearest = (torch.tensor(profile.budgets) - budgets.unsqueeze(-1)).abs().argmin(-1)[..., None, None]
@@ -268,9 +268,10 @@ def at_budget(
     return budgets, torch.tensor(constants, dtype=torch.float64)[_chosen(there, constants, before).squeeze(-1)]
 
 
-def _allowed(profile: SparsityProfile, periphery: str | float) -> tuple[float, ...]:
+def allowed(constants: Sequence[float], periphery: str | float) -> tuple[float, ...]:
+    """Which of the constants that are measured a periphery may have."""
     if periphery == "auto":
-        return profile.constants
+        return tuple(constants)
     return (PERIPHERIES[periphery] if isinstance(periphery, str) else periphery,)
 
 

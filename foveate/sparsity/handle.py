@@ -16,6 +16,7 @@ Shapes: L layers, H heads, K budgets of a profile.
 
 import json
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,9 +37,10 @@ from foveate.sparsity.predictor import Lesson
 from foveate.sparsity.probe import Probe, say_once
 from foveate.sparsity.profile import CONSTANTS, DROP, SparsityProfile
 from foveate.sparsity.ranks import Reduce
+from foveate.sparsity.shapes import LATER, Look, Search
 from foveate.sparsity.summary import table
 from foveate.sparsity.track import Measured, Track
-from foveate.tiles import TILE
+from foveate.tiles import CUBE, TILE
 
 log = logging.getLogger("foveate")
 
@@ -71,8 +73,9 @@ def sparsify(
 
 
 class Handle:
-    """What `sparsify` gives back. `policy`, `tracks` (by class of length) and `installed` (models/adapters.py) may be
-    read. It is `Stateful` for torch.distributed.checkpoint: the structure of its state never changes."""
+    """What `sparsify` gives back. `policy`, `tracks` (by class of length), `search` (for a shape of tiles) and
+    `installed` (models/adapters.py) may be read. It is `Stateful` for torch.distributed.checkpoint: the structure of
+    its state never changes."""
 
     def __init__(
         self, model: nn.Module, config: SparsityConfig, reduce: Reduce | None, log: Log, costs: prices.Costs | None
@@ -86,6 +89,10 @@ class Handle:
             self.installed.remove()
             raise
         self.installed.policy = self.policy
+        shape = CUBE if config.tile_shape == "auto" else config.tile_shape
+        self.search = Search(shape, fixed=config.tile_shape != "auto" or config.training_free_steps > 0)
+        self.installed.tile_shape = shape
+        self._copies = list[Callable[[], adapters.Installed | None]]()
         self.policy.freeze()
         self.tracks: dict[int, Track] = {}
         self._model, self._costs = model, costs
@@ -155,14 +162,21 @@ class Handle:
             self._schedule()
 
     def _due(self, step: int) -> list[int]:
-        """The classes of lengths whose next measurement is due. None while the loss is not understood."""
-        return [] if self._stopped else [c for c, track in self.tracks.items() if step >= track.control.due]
+        """The classes of lengths whose next measurement is due. None while the loss is not understood, or tiles are
+        looked at: measurements are of one shape."""
+        return (
+            []
+            if self._stopped or self.policy.look
+            else [c for c, track in self.tracks.items() if step >= track.control.due]
+        )
 
     def _schedule(self) -> None:
         """What the next training step has to do besides training."""
         upcoming, policy = self.steps + 1, self.policy
+        searches = self.search.wanted(upcoming) and policy.mode == "dense" and not self._stopped
+        policy.look = self._look() if searches else None
         due = self._due(upcoming)
-        waits = not self._stopped and not self.tracks and upcoming >= self.config.warmup
+        waits = not (self._stopped or policy.look) and not self.tracks and upcoming >= self.config.warmup
         if not self.config.training_free_steps:
             self._probe.wanted = lambda tokens, kept: kept is None or self._rank(tokens) < self._rank(kept)
             self._probe.next_step(bool(due) or waits, not self._understood)
@@ -196,7 +210,8 @@ class Handle:
     def _exchange(self, closure: Any, loss: Tensor | float | None, due: bool) -> bool:
         """Lessons, what lengths were seen and whether the loss is understood, over all ranks. True: measure now."""
         checking = not (self._understood or closure is not None or self._stopped)
-        if not (self.policy.learning or due or checking or not self.tracks):
+        look = self.policy.look
+        if not (self.policy.learning or due or checking or look or not self.tracks):
             return False
         lessons = _padded(self.policy) if self.policy.learning else []
         self.policy.lessons = {}
@@ -208,6 +223,10 @@ class Handle:
         seen, bad = self._check(loss) if checking else (0.0, 0.0)
         flags = torch.tensor([float(sampled), float(wanted), seen, bad, *counts], device=self._device)
         parts = [x for lesson in lessons for x in (lesson.total.flatten(), lesson.weight.view(1))]
+        layers, heads = range(len(self.policy.learners)), self.policy.heads
+        if look is not None:
+            seen_tiles = [self.policy.looks.get(index, look.nothing(heads)).to(self._device) for index in layers]
+            parts += [torch.stack(seen_tiles).flatten(), self._influence().flatten()]
         flat = torch.cat([*(x.to(self._device) for x in parts), flags])
         flat = flat if self.reduce is None else self.reduce(flat)
         found, flags = flat[: -len(flags)], flat[-len(flags) :].tolist()
@@ -218,9 +237,45 @@ class Handle:
         )
         sampled, wanted, seen, bad, *counts = flags
         self._meet(counts)
+        if look is not None:
+            self._looked(next(totals).view(len(layers), -1, heads), next(totals).view(len(layers), heads))
         if checking and seen:
             self._understand(bad > 0)
-        return sampled == 1 and wanted > 0 and not self._stopped
+        return sampled == 1 and wanted > 0 and look is None and not self._stopped
+
+    def _influence(self) -> Tensor:
+        """(L, H), of this rank."""
+        mean = self.policy.influence.mean
+        return torch.ones(len(self.policy.learners), self.policy.heads) if mean is None else mean
+
+    def _look(self) -> Look:
+        """What the next training forwards are asked of shapes of tiles."""
+        config, budget = self.config, self.config.budget
+        listed = [0.1] if budget is None else [budget] if isinstance(budget, int | float) else list(budget)
+        constants = controller.allowed(self.policy.profiled, "drop" if config.rule == "dsv" else config.periphery)
+        rows = self.search.rows(len(self.policy.learners))
+        return Look(self.search.shapes, sum(listed) / len(listed), constants, rows)
+
+    def _looked(self, found: Tensor, influence: Tensor) -> None:
+        """Tiles of several shapes were looked at, on all ranks: found (L, C + 1, H), influence (L, H)."""
+        self.policy.looks = {}
+        before, self.search = self.search, self.search.take(found, influence, self.steps, self.config.warmup)
+        if self.search.said != before.said:
+            log.info("step %d: %s", self.steps, self.search.said)
+        if self.search.shape != before.shape:
+            self._reshape()
+
+    def _reshape(self) -> None:
+        """Tiles of another shape from now on: predictors learn anew, and what was measured is forgotten."""
+        for installed in (self.installed, *(copy() for copy in self._copies)):
+            if installed is not None:
+                installed.tile_shape = self.search.shape
+        self.policy.forget()
+        self.policy.by_class.clear()
+        for track in self.tracks.values():
+            track.control, track.profile = controller.begin(self.config, self.steps), self._nothing_known()
+            track.pairs, track.looks = [], 0
+        self._apply()
 
     def _is_due(self, length: int) -> bool:
         if length not in self.tracks:
@@ -313,9 +368,7 @@ class Handle:
         if missing:
             raise RuntimeError(f"layers {missing} did not call the policy: was their attention processor replaced?")
         heads = controller.heads([found[index] for index in range(len(found))])
-        influence = self.policy.influence.mean
-        worth = torch.ones(heads.shape[:2]) if influence is None else influence
-        measured = Measured(heads, worth, float(self._sample_tokens()), pair).flat()
+        measured = Measured(heads, self._influence(), float(self._sample_tokens()), pair).flat()
         for index, flat in zip(due, self._reduced(measured, own, due), strict=True):
             if flat is not None:
                 self._take(index, flat, *heads.shape[:2])
@@ -475,7 +528,8 @@ class Handle:
         influence = self.policy.influence
         control = {
             "tracks": {str(index): track.to_dict() for index, track in self.tracks.items()},
-            "steps": self.steps, "rank": self.config.rank, "budget": _plain(self.config.budget),
+            "search": self.search.to_dict(), "steps": self.steps,
+            "rank": self.config.rank, "budget": _plain(self.config.budget),
             "understood": self._understood, "comparable": self._comparable, "stopped": self._stopped,
             "influence": None if influence.mean is None else influence.mean.tolist(), "weighed": influence.count,
         }  # fmt: skip
@@ -492,7 +546,14 @@ class Handle:
         saved = json.loads(control) if isinstance(control, str) else control
         if saved["rank"] != self.config.rank:
             raise ValueError(f"the predictors were saved with rank {saved['rank']}; set SparsityConfig(rank=...) to it")
+        search = Search.from_dict(saved["search"]) if "search" in saved else Search(next=LATER * saved["steps"])
+        if self.config.tile_shape not in ("auto", search.shape):
+            raise ValueError(
+                f"the predictors were saved for tiles of {search.shape}; set SparsityConfig(tile_shape=...) to it"
+            )
         self.policy.load_state_dict(dict(state["predictors"]))
+        self.search = replace(search, fixed=self.search.fixed)
+        self.installed.tile_shape = search.shape
         self.tracks = {
             int(index): Track.from_dict(track, self.policy.profiled) for index, track in saved["tracks"].items()
         }
@@ -529,11 +590,14 @@ class Handle:
         Raises ValueError where the copy has another shape, or something installed. `remove()` on what is returned ends
         it.
         """
-        return artifact.follow(copy, self.installed, self.policy)
+        installed = artifact.follow(copy, self.installed, self.policy)
+        self._copies.append(weakref.ref(installed))
+        return installed
 
     def summary(self) -> str:
-        """A table, per layer: sparse or dense, kept share, pooled heads, measured error and recall."""
-        return table(self.control, self.profile, self.steps)
+        """A table, per layer: sparse or dense, kept share, pooled heads, measured error and recall; and of
+        what shape tiles are, where that was looked at."""
+        return "\n".join(filter(None, [table(self.control, self.profile, self.steps), self.search.said]))
 
     def __str__(self) -> str:
         others = [track for track in self.tracks.values() if track is not self.main]

@@ -22,6 +22,7 @@ from foveate.sparsity.influence import Influence
 from foveate.sparsity.predictor import Learner, Lesson, Predictor, Sight
 from foveate.sparsity.profile import CONSTANTS, DROP, HeadProfile, measure
 from foveate.sparsity.select import per_head, select, select_random
+from foveate.sparsity.shapes import Look
 from foveate.tiles import Selection
 
 MODES = ("dense", "sparse", "random")
@@ -57,6 +58,7 @@ class Forward:
 
     live: bool | None = None
     lessons: dict[int, Lesson] = field(default_factory=dict)
+    looks: dict[int, Tensor] = field(default_factory=dict)
     tokens: int = 0
     sample: Any = None  # pairs.Sample, where one is wanted
 
@@ -73,6 +75,7 @@ class Sparse:
     by_class: settings of length classes that have their own. active: the classes that are sparse in mode `sparse`,
     all where None; open: and those that have no setting of their own. nearest: these follow the one nearest in length.
     collect: lessons wait in `lessons` until `learn`, and count only once their forward's backward has come.
+    look: what shapes of tiles training forwards are measured with now; the sums by layer wait in `looks`.
     weighs: whether the gradients of this step's outputs are asked what each head is worth (`influence`).
     profiled: constants of the periphery that profiles measure.
     free_steps: a layer's first calls, or denoising steps, that are dense and teach even without gradients.
@@ -121,6 +124,8 @@ class Sparse:
         self.nearest = self.open = False
         self.mode, self.learning, self.step = "dense", False, 0
         self.collect, self.lessons = False, dict[int, Lesson]()
+        self.look: Look | None = None
+        self.looks: dict[int, Tensor] = {}
         self.influence, self.weighs = Influence(layers, heads), False
         self.free_steps = 0
         self.computed: dict[str, int] = dict.fromkeys(MODES, 0)
@@ -205,6 +210,9 @@ class Sparse:
         if not again and sight.q.device.type != "meta":  # shapes alone teach nothing
             if free or (self.learning and live):
                 self._teach(layer, sight, LESSONS if free else 1, at_once=free)
+            if self.look is not None and live:
+                found = self.look.at(sight, layer.grid, self._generator(layer, sight.q.device))
+                _add(self.looks if forward is None else forward.looks, {index: found})
             if self._profiles is not None:
                 generator = self._generator(layer, sight.q.device)
                 self._profiles[index] = measure(
@@ -307,14 +315,23 @@ class Sparse:
 
     def arrived(self, forward: Forward) -> None:
         """A backward has come to this forward's output, so it trains: its lessons count."""
-        lessons, forward.lessons = forward.lessons, {}
-        for index, lesson in lessons.items():
-            self.lessons[index] = self.lessons[index] + lesson if index in self.lessons else lesson
+        _add(self.lessons, forward.lessons)
+        _add(self.looks, forward.looks)
+        forward.lessons, forward.looks = {}, {}
 
     def learn(self, lessons: dict[int, Lesson]) -> None:
         """Every layer takes its lesson, if there is one."""
         for index, lesson in lessons.items():
             self.learners[index].take(lesson)
+
+    def forget(self) -> None:
+        """Predictors begin anew: tiles are other tokens from now on."""
+        rate = self.learners[0].lr
+        self.learners = [self._make(learner.moments.cq.device) for learner in self.learners]
+        for learner in self.learners:
+            learner.lr = rate
+        self.lessons = {}
+        self.freeze()
 
     def restart(self) -> None:
         """The next call of this thread is the first of a generation: `free_steps` count from it."""
@@ -363,8 +380,7 @@ class Sparse:
         if self.collect and not at_once:
             forward = self.forward
             found = learner.look(sight, layer.grid, seed=self._seed(layer))
-            kept = self.lessons if forward is None else forward.lessons
-            kept[layer.index] = kept[layer.index] + found if layer.index in kept else found
+            _add(self.lessons if forward is None else forward.lessons, {layer.index: found})
             return
         # The closed form takes each sequence in once; only fine-tuning draws something new at every lesson.
         for lesson in range(lessons if learner.predictor is not None else 1):
@@ -400,6 +416,11 @@ class Sparse:
 
     def _generator(self, layer: Layer, device: torch.device) -> torch.Generator:
         return torch.Generator(device).manual_seed(self._seed(layer))
+
+
+def _add(total: dict[int, Any], more: dict[int, Any]) -> None:
+    for index, one in more.items():
+        total[index] = total[index] + one if index in total else one
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,18 @@ class Sight:
         """The sum of x over the ranks that share the sequence."""
         return x
 
+    def part(self, clip: int, groups: slice) -> "Sight":
+        """Whole sequences of one clip and a run of key/value heads with the query heads that share them."""
+        q, k, v = self._part(clip, groups)
+        return Sight(q, k, v)
+
+    def _part(self, clip: int, groups: slice) -> list[Tensor]:
+        assert self.v is not None
+        repeats = self.heads // self.k.shape[2]
+        heads = slice(groups.start * repeats, groups.stop * repeats)
+        pairs = ((self.q, heads), (self.k, groups), (self.v, groups))
+        return [x[clip : clip + 1, :, some] for x, some in pairs]
+
     def octants(self, clips: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Octant means (B, H, O, D) of queries and of keys; of these clips (int64) only, where given."""
         q, k = ((x if clips is None else x.index_select(0, clips)) for x in (self.q, self.k))
