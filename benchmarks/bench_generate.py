@@ -146,6 +146,12 @@ def prepare(bench: Bench, prompts: Sequence[str], seeds: Sequence[int]) -> Prepa
     return Prepared(plan, methods.magnitudes(run, tiny_wan.pipeline(copy.deepcopy(bench.model)), bench.steps))
 
 
+def schedules(ready: Prepared) -> dict[str, Any]:
+    """Noise levels, and by share of the calls the steps that compute."""
+    plan = ready.plan
+    return {"sigmas": plan.sigmas, "anchors": {f"{share:g}": plan.schedule(share).anchors for share in SHARES}}
+
+
 def candidates(steps: int, quick: bool, ready: Prepared) -> list[Method]:
     """Families in turn, so that a time limit leaves something of each: what does not fit is left out from the end."""
     found = every_candidate(steps, quick, ready)
@@ -160,14 +166,16 @@ def every_candidate(steps: int, quick: bool, ready: Prepared) -> list[Method]:
             *methods.sea((0.3,)), *methods.mag(ready.ratios, (0.06,), (3,)),
             *methods.first_block((0.1, 0.3)),
             *methods.taylorseer((2,)), *methods.pab((2,), ((100, 900),)), *methods.cache_dit((0.2,), steps=steps),
+            *methods.ditango((0.5,), steps=steps),
         ]  # fmt: skip
     return [
         *methods.fixed(methods.INTERVALS),
         *methods.by_quality((0.98, 0.96, 0.93, 0.9, 0.99, 0.85, 0.8, 0.7), (0.97, 0.93, 0.9, 0.85, 0.8, 0.7)),
-        *methods.variants(), *methods.scheduled(ready.plan, SHARES),
+        *methods.variants(), *methods.scheduled(ready.plan, SHARES), *methods.parts(ready.plan),
         *methods.sea((0.1, 0.2, 0.35, 0.6)), *methods.mag(ready.ratios, (0.03, 0.06, 0.12, 0.24), (2, 4)),
         *methods.first_block((0.01, 0.02, 0.03, 0.05, 0.08)), *methods.taylorseer((2, 3, 4, 5)),
         *methods.pab((2, 3, 4), ((100, 800), (0, 950))), *methods.cache_dit((0.02, 0.04, 0.07, 0.12), steps=steps),
+            *methods.ditango((0.3, 0.5, 0.7, 0.9), steps=steps),
     ]  # fmt: skip
 
 
@@ -175,7 +183,9 @@ def divided(found: list[Method], file: Path | None) -> tuple[list[Method], list[
     """Settings that need no choosing, as an earlier run chose them or as all are reported, and the rest."""
     before = [] if file is None else json.loads(file.read_text())["results"]
     names, families = {(x["family"], x["setting"]) for x in before}, {x["family"] for x in before}
-    settled = [one for one in found if one.family == "foveate schedule" or (one.family, one.setting) in names]
+    settled = [
+        one for one in found if one.family in ("foveate schedule", methods.PARTS) or (one.family, one.setting) in names
+    ]
     if file is not None:  # ours has changed since, and its settings are few
         settled += [one for one in found if one.family == "foveate" and one not in settled]
         families |= {"variant", "states, undamped"}
@@ -277,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
     whole = bench.whole(len(choosing[0]))
     record = {
         "machine": card, "dtype": dtype, "torch": torch.__version__, "steps": steps, "frames": frames, "gate": checks,
-        "left out": left_out, "failed": failed, "targets": said,
+        "schedules": schedules(ready), "left out": left_out, "failed": failed, "targets": said,
         "chosen on": [{**vars(one), "dB": one.db, "attention": one.attention / whole} for one in outcomes],
         "results": [{**vars(one), "dB": one.db} for one in results],
     }  # fmt: skip

@@ -3,8 +3,8 @@
 A `Method` is one setting of one family. Families: `exact`; `plain hold` of attention states and `states, undamped`
 at fixed anchor intervals; `foveate` (its default, which holds outputs) and `foveate states`, at fixed intervals and by
 `quality`, `foveate schedule` as calibrated; diffusers' FirstBlockCache, TaylorSeer, MagCache, SeaCache and pyramid
-attention broadcast (PAB); cache-dit's DBCache. TeaCache is not in diffusers 0.42.1, and DiTango's own rule, which
-fetches groups of keys by a threshold, is for several ranks: neither is here. Ranges are each peer's own sensible one,
+attention broadcast (PAB); cache-dit's DBCache. DiTango's own rule, on eight ranks
+in one process (generation_ditango.py). TeaCache is not in diffusers 0.42.1. Ranges are each peer's own sensible one,
 from nearly exact to visibly wrong; variants that its documentation offers are settings like any other.
 """
 
@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import generation_ditango
+
 import foveate as fv
 
+PARTS = "parts of foveate"
 INTERVALS = (2, 3, 4, 6)  # between anchors, for comparisons at equal fresh work
 WARMUP = 5  # first steps of ours and of every peer that has such a setting
 Install = Callable[[Any], AbstractContextManager[Any]]  # given a pipeline; what it enters is our handle or None
@@ -94,8 +97,17 @@ def scheduled(plan: "fv.Calibration | None", shares: tuple[float, ...]) -> list[
     return [Method("foveate schedule", f"{share:.0%} of the calls", reuse_planned(plan, share)) for share in shares]
 
 
-def reuse_planned(plan: "fv.Calibration", share: float) -> Install:
-    return lambda pipe: fv.reuse(pipe, fv.ReuseConfig(schedule=plan.schedule(share)))
+def reuse_planned(plan: "fv.Calibration", share: float, **settings: Any) -> Install:
+    return lambda pipe: fv.reuse(pipe, fv.ReuseConfig(schedule=plan.schedule(share), **settings))
+
+
+def parts(plan: "fv.Calibration | None") -> list[Method]:
+    """What each part of held outputs brings, at 40 % of the calls (`fixed` and `scheduled` have the whole)."""
+    found = [
+        Method(PARTS, "every 3, held as they are", reuse(interval=3, order=0, mend=False)),
+        Method(PARTS, "every 3, extrapolated", reuse(interval=3, mend=False)),
+    ]
+    return found if plan is None else [*found, Method(PARTS, "scheduled", reuse_planned(plan, 0.4, mend=False))]
 
 
 def cached(config: Callable[[Any], Any]) -> Install:
@@ -257,6 +269,20 @@ def keep_branches_apart(transformer: Any) -> None:
             del hook.state
             hook.__class__ = Apart
             hook.manager = StateManager(PyramidAttentionBroadcastState)  # pyright: ignore[reportArgumentType]
+
+
+def ditango(ratios: tuple[float, ...], *, steps: int) -> list[Method]:
+    """Attention states by DiTango's rule for what is computed, its knob the share of states that are held."""
+
+    def install(ratio: float) -> Install:
+        @contextmanager
+        def entered(pipe: Any) -> Iterator[None]:
+            with generation_ditango.install(pipe, ratio, steps)[1]:
+                yield
+
+        return entered
+
+    return [Method("DiTango's rule", f"ratio {ratio:g}", install(ratio)) for ratio in ratios]
 
 
 def cache_dit(thresholds: tuple[float, ...], *, steps: int) -> list[Method]:

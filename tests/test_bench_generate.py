@@ -3,9 +3,10 @@
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,3 +132,54 @@ def test_frontier_and_comparison(bench: ModuleType) -> None:
     assert [(x["cost"], x["ours"], x["above"]) for x in found] == [
         (0.1, None, False), (0.3, pytest.approx(35.0), True), (0.3, pytest.approx(35.0), False),
     ]  # fmt: skip
+
+
+def test_ditangos_rule_holds_what_it_says(bench: ModuleType, trained: Path) -> None:
+    """Everything an anchor is the plain video; else the step after an anchor holds all of the other ranks' states."""
+    import tiny_wan
+
+    rule, steps = importlib.import_module("generation_ditango"), 16
+    shape = 1, tiny_wan.HEIGHT, tiny_wan.WIDTH
+
+    def made(ratio: float | None, anchors: Iterable[int] = (5,)) -> tuple[torch.Tensor, Any]:
+        pipe = tiny_wan.pipeline(tiny_wan.load(trained))
+        if ratio is None:
+            return tiny_wan.generate(pipe, ["pong"], [1], steps=steps, shape=shape), None
+        policy, installed = rule.install(pipe, ratio, steps)
+        policy.anchors = set(anchors)
+        with installed:
+            return tiny_wan.generate(pipe, ["pong"], [1], steps=steps, shape=shape), policy
+
+    plain = made(None)[0]
+    exact, policy = made(0.5, range(steps))
+    torch.testing.assert_close(exact, plain, rtol=0, atol=1e-4)
+    assert set(policy.trace) == {1.0}
+    held, policy = made(0.5)
+    assert not torch.equal(held, plain)
+    by_step = [sum(policy.trace[4 * step : 4 * step + 4]) / 4 for step in range(steps)]  # 2 layers, 2 branches
+    assert by_step[:6] == [1.0] * 6
+    assert by_step[-5:] == [1.0] * 5
+    assert by_step[6] == 0.0
+    if 7 not in policy.anchors:
+        assert by_step[7] == pytest.approx(0.5, abs=0.1), "a half of the errors is at least their median"
+
+
+def test_figures_are_drawn_from_a_run(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures, row = (
+        importlib.import_module("generation_figures"),
+        {"psnr": [40.0, "inf"], "ssim": [1.0, 1.0], "dB": 70.0},
+    )
+    settings = [
+        ("parts of foveate", "every 3, held as they are"), ("parts of foveate", "every 3, extrapolated"),
+        ("parts of foveate", "scheduled"), ("foveate", "every 3"), ("foveate schedule", "40% of the calls"),
+        ("PAB", "every 2"),
+    ]  # fmt: skip
+    shared = {"attention": 0.4, "seconds": 0.5, "bytes": None}
+    results = [{"family": family, "setting": setting, **row, **shared} for family, setting in settings]
+    record = {"results": results, "schedules": {"sigmas": [1.0, 0.5], "anchors": {"0.4": [0, 1]}}}
+    (file := tmp_path / "run.json").write_text(json.dumps(record))
+    for what in ("frontier", "schedules", "parts"):
+        arguments = ["generation_figures.py", what, "--file", file, "--out", tmp_path]
+        monkeypatch.setattr(sys, "argv", [str(x) for x in arguments])
+        assert figures.main() == 0
+        assert (tmp_path / f"reuse_{what}.png").stat().st_size > 1000
