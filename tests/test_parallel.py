@@ -55,12 +55,12 @@ def fixed(grid: VideoGrid, heads: int, periphery="drop", device: str = "cpu") ->
 def results(model: nn.Module, inputs: tuple | dict, finish: Callable = lambda: None) -> dict[str, Tensor]:
     """The output, and all parameters' gradients of a fixed random mixture of it."""
     model.zero_grad()
-    out = model(*inputs) if isinstance(inputs, tuple) else model(**inputs, return_dict=False)[0]
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.device)
-    (out * weight).mean().backward()
+    outs = (model(*inputs),) if isinstance(inputs, tuple) else model(**inputs, return_dict=False)
+    weights = [torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.device) for out in outs]
+    torch.stack([(out * weight).mean() for out, weight in zip(outs, weights, strict=True)]).sum().backward()
     finish()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"output": out.detach(), **grads}
+    return {"output": torch.cat([out.detach().flatten() for out in outs]), **grads}
 
 
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
@@ -117,6 +117,8 @@ MODELS = [
     ("dit", 2, 1), ("dit", 1, 2), ("dit", 2, 2), ("dit7", 4, 1), ("dit", 1, 4), ("dit", 4, 2),
     ("wan", 2, 1), ("wan", 1, 4), ("wan22-per-token-time", 1, 2), ("wan22-per-token-time", 2, 2),
     ("cogvideox15-rope", 2, 1), ("cogvideox15-rope", 2, 2), ("ltx", 1, 2), ("skyreels", 1, 2),
+    ("hunyuan", 1, 2), ("hunyuan15-image", 2, 1), ("mochi", 2, 2), ("vace", 1, 2), ("ltx2", 1, 2),
+    ("ltx23-split-gated", 2, 1), ("minimax", 1, 2), ("minimax", 2, 2),
 ]  # fmt: skip
 
 

@@ -134,6 +134,58 @@ def mochi_inputs(grid: tuple[int, int, int]) -> dict:
     return inputs | {"encoder_hidden_states": rand(2, TOKENS, 8), "encoder_attention_mask": PADDED.bool()}
 
 
+def ltx2(**more) -> nn.Module:
+    return diffusers.LTX2VideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, cross_attention_dim=64,
+        audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2, audio_attention_head_dim=16,
+        audio_cross_attention_dim=32, num_layers=2, caption_channels=8, **more,
+    )  # fmt: skip
+
+
+def ltx2_inputs(grid: tuple[int, int, int]) -> dict:
+    inputs = {"hidden_states": rand(2, grid[0] * grid[1] * grid[2], 4), "audio_hidden_states": rand(2, 7, 4)}
+    inputs |= {"encoder_hidden_states": rand(2, TOKENS, 8), "audio_encoder_hidden_states": rand(2, TOKENS, 8)}
+    inputs |= {"encoder_attention_mask": PADDED, "audio_encoder_attention_mask": PADDED}
+    inputs |= {"timestep": 1000 * torch.rand(2, grid[0] * grid[1] * grid[2]), "audio_timestep": 1000 * torch.rand(2)}
+    return inputs | dict(zip(("num_frames", "height", "width"), grid, strict=True)) | {"audio_num_frames": 7}
+
+
+def minimax() -> nn.Module:
+    return diffusers.MiniMaxH3Transformer3DModel(
+        num_attention_heads=2, attention_head_dim=32, hidden_size=48, num_layers=2, num_refiner_layers=1, ffn_dim=32,
+        in_channels=3, audio_in_channels=4, text_dim=8, freq_dim=8, time_embed_hidden_dim=16, time_embed_dim=16,
+        rope_freq_dim=4,
+    )  # fmt: skip
+
+
+def minimax_rows(grid: tuple[int, int, int]) -> Tensor:
+    """Text, one conditioning frame, audio, video: as diffusers packs them."""
+    before = TOKENS + grid[1] * grid[2] + 7
+    return torch.arange(before, before + grid[0] * grid[1] * grid[2])
+
+
+def minimax_inputs(grid: tuple[int, int, int]) -> dict:
+    frames, height, width = grid
+    frame, video = height * width, frames * height * width
+    where = [torch.linspace(0, 32, size) for size in (height, width)]
+    places = torch.stack(torch.meshgrid(*where, indexing="ij"), -1).flatten(0, 1)
+    times = torch.arange(frames).repeat_interleave(frame) * 1.7 + TOKENS
+    clip = torch.cat([times[:, None], places.repeat(frames, 1)], 1)
+    words, audio = torch.zeros(TOKENS, 3), torch.zeros(7, 3)
+    words[:, 0], audio[:, 0] = torch.arange(TOKENS), TOKENS + torch.arange(7)
+    parts = [words, clip[:frame], audio, clip]
+    tags = [part.new_full((len(part),), tag) for part, tag in zip(parts, (1, 0, 2, 0), strict=True)]
+    rows = torch.arange(TOKENS + frame + 7 + video)
+    return {
+        "hidden_states": rand(2, frame + video, 12), "audio_hidden_states": rand(2, 7, 4),
+        "encoder_hidden_states": rand(2, TOKENS, 8), "timestep": torch.tensor([0.3, 0.0]),
+        "timestep_indices": torch.cat([torch.full_like(tag, i == 1) for i, tag in enumerate(tags)]).long(),
+        "token_tags": torch.cat(tags).long(), "position_ids": torch.cat(parts), "text_indices": rows[:TOKENS],
+        "video_indices": torch.cat([rows[TOKENS : TOKENS + frame], rows[-video:]]),
+        "audio_indices": rows[TOKENS + frame : -video],
+    }  # fmt: skip
+
+
 CASES = {
     "wan": Case(wan, wan_inputs()),
     "wan22-per-token-time": Case(wan, wan_inputs(per_token=True)),
@@ -152,6 +204,11 @@ CASES = {
     "hunyuan15": Case(hunyuan15, hunyuan15_inputs(False), joint=True),
     "hunyuan15-image": Case(hunyuan15, hunyuan15_inputs(True), joint=True),
     "mochi": Case(mochi, mochi_inputs, joint=True),
+    "ltx2": Case(ltx2, ltx2_inputs, joint=True),
+    "ltx23-split-gated": Case(
+        lambda: ltx2(rope_type="split", gated_attn=True, perturbed_attn=True), ltx2_inputs, joint=True
+    ),
+    "minimax": Case(minimax, minimax_inputs, joint=True, rows=minimax_rows),
 }
 MAIN = ("wan", "cogvideox15-rope")
 

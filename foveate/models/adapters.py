@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from foveate.attention import Layer, Policy
 from foveate.models.copies import Hook, Method, itself
-from foveate.models.processor import Context, Shard, share_compiled_blocks
+from foveate.models.processor import Context, Shard, Share, share_compiled_blocks
 from foveate.models.table import TABLE, Adapter
 from foveate.tiles import CUBE, VideoGrid
 
@@ -48,7 +48,7 @@ def install(model: nn.Module, policy: Policy) -> "Installed":
     attentions = _attentions(root, adapter)
     if adapter.processor is None:
         return _PolicyInstalled(root, adapter, attentions, policy)
-    _check_processors(adapter, attentions)
+    _check_processors(adapter, attentions | _readers(root, adapter))
     return _ProcessorsInstalled(root, adapter, attentions, policy)
 
 
@@ -124,17 +124,30 @@ class Installed:
     def tile_shape(self, shape: tuple[int, int, int]) -> None:
         self._context.tile_shape = VideoGrid(1, 1, 1, cube=shape).cube
 
-    def blocks(self) -> list[nn.Module]:
-        """The innermost modules that `adapter.sharding.blocks` names, in order. ValueError where it names none."""
+    @property
+    def share(self) -> Share | None:
+        """How other tokens see the video of all ranks; None for that of this process. Set by context parallelism."""
+        return self._context.share
+
+    @share.setter
+    def share(self, share: Share | None) -> None:
+        self._context.share = share
+
+    @property
+    def rows(self) -> Tensor | None:
+        """int64 (S,): where a packed sequence has its video tokens, and then all others, in the forward that runs."""
+        return None if self._context.call is None else self._context.call.rows
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """The innermost modules that `adapter.sharding.blocks` names, in order, by name. ValueError for none."""
         pattern = self.adapter.sharding.blocks if self.adapter.sharding else ""
-        named = ((clean_name(name), module) for name, module in self._root.named_modules())
-        found = {name: module for name, module in named if re.fullmatch(pattern, name)}
+        found = _named(self._root, pattern)
         if not found:
             raise ValueError(
                 f"the adapter of {self.adapter.model} does not say where its tokens may be sharded; give its row a "
                 "Sharding (docs/adding-a-model.md)"
             )
-        return list(found.values())
+        return found
 
     @property
     def grid(self) -> VideoGrid | None:
@@ -185,6 +198,10 @@ class _ProcessorsInstalled(Installed):
         share_compiled_blocks()
         self._inputs = tuple(inspect.signature(type(root).forward).parameters)[1:]
         self._processors = [adapter.processor(self._context, index, name) for index, name in enumerate(self.layers)]
+        readers = _readers(root, adapter)
+        if adapter.reader is not None:
+            self._processors += [adapter.reader(self._context, -1, name) for name in readers]
+        self._attentions = self._attentions | readers
         self._originals = [attention.processor for attention in self._attentions.values()]
         for attention, processor in zip(self._attentions.values(), self._processors, strict=True):
             processor.original = attention.processor
@@ -217,9 +234,7 @@ class _ProcessorsInstalled(Installed):
                     "put in others): remove() first, change the model, then install again"
                 )
         inputs = dict(zip(self._inputs, args, strict=False)) | kwargs
-        packed = self.adapter.packed
-        rows = None if packed is None else packed(root.config, inputs)
-        self._context.enter(self.adapter.grid(root.config, inputs), inputs["hidden_states"].device, rows)
+        self._context.enter(self.adapter.grid(root.config, inputs), inputs["hidden_states"].device)
 
     def _after(self, root: Any, args: tuple, output: Any) -> None:
         self._context.remember(output if isinstance(output, Tensor) else output[0])
@@ -315,11 +330,20 @@ def _refuse_causal(module: nn.Module, names: list[str]) -> None:
 
 def _attentions(root: nn.Module, adapter: Adapter) -> dict[str, Any]:
     """Self-attentions in layer order, by clean name. A wrapper and what it wraps share one: the inner one stays."""
-    named = ((clean_name(name), module) for name, module in root.named_modules())
-    found = {name: module for name, module in named if re.fullmatch(adapter.attentions, name)}
+    found = _named(root, adapter.attentions)
     if not found:
         raise ValueError(f"{adapter.model} has no self-attention named {adapter.attentions}")
     return found
+
+
+def _readers(root: nn.Module, adapter: Adapter) -> dict[str, Any]:
+    """Cross-attentions by which other tokens read the video, by clean name."""
+    return _named(root, adapter.readers) if adapter.readers else {}
+
+
+def _named(root: nn.Module, pattern: str) -> dict[str, Any]:
+    named = ((clean_name(name), module) for name, module in root.named_modules())
+    return {name: module for name, module in named if re.fullmatch(pattern, name)}
 
 
 def _check_processors(adapter: Adapter, attentions: dict[str, Any]) -> None:

@@ -30,6 +30,15 @@ Share = Callable[[AttnState], tuple[AttnState, ...]]
 
 
 @dataclass(frozen=True)
+class Packed:
+    """A grid whose video is a part of one packed sequence. rows: int64 (all tokens,), the places there of the video's
+    tokens, in raster order, then of all others."""
+
+    grid: VideoGrid
+    rows: Tensor
+
+
+@dataclass(frozen=True)
 class Call:
     """One forward of the transformer: the same for all its layers, and again when checkpointing recomputes one."""
 
@@ -40,9 +49,8 @@ class Call:
     to_tiles: Tensor | None  # int64 (S,): for each place in tile order the token's place in the model's sequence
     to_model: Tensor | None  # int64 (S,): the way back; both None where the model's sequence is in tile order
     tokens: int  # S: fewer than the grid's where this process holds a shard
-    rows: Tensor | None = (
-        None  # int64: of a packed sequence, places of its video tokens, in raster order, then of others
-    )
+    rows: Tensor | None = None  # int64: of a packed sequence, see `Packed`
+    unpack: Tensor | None = None  # int64: the way back; None where this process holds a shard, in order already
 
 
 class Context:
@@ -93,15 +101,17 @@ class Context:
     def call(self, call: Call | None) -> None:
         self._here.call = self._last = call
 
-    def enter(self, grid: VideoGrid, device: torch.device, rows: Tensor | None = None) -> None:
-        """A forward begins, on this grid. rows: of a packed sequence, see `Call`."""
+    def enter(self, found: VideoGrid | Packed, device: torch.device) -> None:
+        """A forward begins, on this grid."""
+        grid, rows = (found.grid, found.rows) if isinstance(found, Packed) else (found, None)
         grid = replace(grid, cube=self.tile_shape)
         if self.shard is None:
             (there, back), tokens = tile_orders(grid, self.text_first, device), grid.tokens
         else:
             first, stop = self.shard(grid)
             (there, back), tokens = _shard_orders(grid, self.text_first, first, stop, device), stop - first
-        self.call = Call(grid, *self.where, there, back, tokens, rows)
+        unpack = None if rows is None or self.shard is not None else torch.argsort(rows)
+        self.call = Call(grid, *self.where, there, back, tokens, rows, unpack)
 
     def remember(self, output: Tensor) -> None:
         """Let the backward of this forward's output find the call again, whatever ran in between.
@@ -158,12 +168,12 @@ class Processor:
             out = self.context.policy(self.layer(call), q, k, v)
         return self.project(out.to(dtype), to_out, call)
 
-    def call(self, tokens: int) -> Call:
+    def call(self, tokens: int | None = None) -> Call:
         """The forward that runs. ValueError where there is none, or it has not so many tokens here."""
         call = self.context.call
         if call is None:
             raise ValueError(f"{self.name} was called outside its transformer's forward, so its grid is unknown")
-        if tokens != call.tokens:
+        if tokens is not None and tokens != call.tokens:
             raise ValueError(
                 f"{self.name} got {tokens} tokens where {call.grid} has {call.tokens} here: is the sequence "
                 "sharded, or extended, by something else? Remove that, or see docs/adding-a-model.md"

@@ -25,6 +25,12 @@ class Sharding:
     tokens themselves, (B, tokens, width), and what they return, in this order. per_token: see `PerToken`.
     grid: the block's argument that holds the VideoGrid; None where the adapter's processors know it.
     in_tile_order: tokens and per-token arguments come in tile order already, else in raster order.
+    enters: where whole tokens come in, as pairs of a regular expression of blocks and the name of their argument;
+    empty: `video` of the first block. leaves: name of the module behind the blocks whose first argument is to be whole
+    again; empty: what the last block returns.
+    packed: video and other tokens are one sequence (`Packed`), of which every rank has its own video tokens and
+    all others; else, where `text` is None, whatever blocks take and return besides the video is whole on every rank.
+    whole: arguments that say where tokens lie in the whole sequence: with them given a model cannot be sharded.
     """
 
     blocks: str
@@ -33,3 +39,7 @@ class Sharding:
     per_token: tuple[PerToken, ...] = ()
     grid: str | None = None
     in_tile_order: bool = False
+    enters: tuple[tuple[str, str], ...] = ()
+    leaves: str = ""
+    packed: bool = False
+    whole: tuple[str, ...] = ()

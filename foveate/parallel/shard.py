@@ -11,13 +11,15 @@ Shapes: B batch, S tokens in tile order (V video, then text), s tokens of this r
 """
 
 import inspect
+import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from foveate.attention import AttnState
 from foveate.models.adapters import Installed
 from foveate.models.copies import Hook
 from foveate.models.sharding import PerToken, Sharding
@@ -33,14 +35,25 @@ class TokenShards:
         assert installed.adapter.sharding is not None
         self.installed, self.group, self.cut = installed, group, cut
         self.sharding: Sharding = installed.adapter.sharding
-        self._names = tuple(inspect.signature(type(blocks[0]).forward).parameters)[1:]
-        disable: Any = torch.compiler.disable  # collectives are no business of a compiled graph
-        enter, slice_, leave = (Hook(disable(call)) for call in (self._enter, self._slice, self._leave))
-        self._hooks: list[Any] = [block.register_forward_pre_hook(slice_, with_kwargs=True) for block in blocks]
+        self._disable: Any = torch.compiler.disable  # collectives are no business of a compiled graph
+        slice_ = self._hook(self._slice)
+        self._hooks: list[Any] = [
+            block.register_forward_pre_hook(slice_, with_kwargs=True) for block in blocks.values()
+        ]
         # Prepended hooks run first: tokens are cut before anything else is told of them, and joined last.
-        self._hooks.append(blocks[0].register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-        self._hooks.append(blocks[-1].register_forward_hook(leave, with_kwargs=True))
+        for name, block in blocks.items():
+            for argument in self._entering(name, first=next(iter(blocks))):
+                enter = self._hook(partial(self._enter, argument))
+                self._hooks.append(block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        if self.sharding.leaves:
+            last = installed.root.get_submodule(self.sharding.leaves)
+            self._hooks.append(last.register_forward_pre_hook(self._hook(self._join_first)))
+        else:
+            last = list(blocks.values())[-1]
+            self._hooks.append(last.register_forward_hook(self._hook(self._leave), with_kwargs=True))
         installed.shard = self.mine
+        if group.size > 1:
+            installed.share = self._disable(partial(share, group=group))
 
     def mine(self, grid: VideoGrid) -> tuple[int, int]:
         """The tokens [first, stop) of this rank."""
@@ -50,31 +63,70 @@ class TokenShards:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self.installed.shard = None
+        self.installed.shard = self.installed.share = None
 
-    def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        grid = self._grid(args, kwargs)
-        video, text = self._mine(grid, self._device(args, kwargs))
-        args, kwargs = self._map(self.sharding.video, args, kwargs, lambda x: _take(x, video, 1))
+    def _hook(self, call: Callable[..., Any]) -> Hook:
+        return Hook(self._disable(call))
+
+    def _entering(self, name: str, first: str) -> list[str]:
+        """The arguments of a block in which whole tokens come in."""
+        enters = self.sharding.enters or ((re.escape(first), self.sharding.video),)
+        return [argument for pattern, argument in enters if re.fullmatch(pattern, name)]
+
+    def _enter(self, argument: str, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        grid = self._grid(block, args, kwargs)
+        for name in self.sharding.whole:
+            if _argument(block, name, args, kwargs) is not None:
+                raise ValueError(
+                    f"{type(block).__name__} was given {name}, which says where tokens lie in the whole sequence; a "
+                    "model that uses it cannot be run with context parallelism"
+                )
+        device = self._device(block, args, kwargs)
+        places = self._places(grid, device)
+        args, kwargs = _map(block, argument, args, kwargs, lambda x: _take(x, places, 1))
         if self.sharding.text is not None:
-            args, kwargs = self._map(self.sharding.text, args, kwargs, lambda x: x[:, text])
+            _, text = self._mine(grid, device)
+            args, kwargs = _map(block, self.sharding.text, args, kwargs, lambda x: x[:, text])
         return args, kwargs
 
     def _slice(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        grid = self._grid(args, kwargs)
-        video, _ = self._mine(grid, self._device(args, kwargs))
+        grid = self._grid(block, args, kwargs)
+        places = self._places(grid, self._device(block, args, kwargs))
+        count = grid.video if self._rows is None else len(self._rows)
         for row in self.sharding.per_token:
-            args, kwargs = self._map(row.name, args, kwargs, lambda x, row=row: _per_token(x, row, video, grid.video))
+            args, kwargs = _map(block, row.name, args, kwargs, lambda x, row=row: _per_token(x, row, places, count))
         return args, kwargs
 
     def _leave(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        grid = self._grid(args, kwargs)
+        grid = self._grid(block, args, kwargs)
+        if self.sharding.text is not None:
+            video, text = output
+            whole = Join.apply(torch.cat([video, text], 1), self.cut(grid), self.group)
+            return self._in_model_order(whole[:, : grid.video], grid), whole[:, grid.video :]  # type: ignore[index]
+        if isinstance(output, tuple):
+            return self._join(output[0], grid), *output[1:]
+        return self._join(output, grid)
+
+    def _join_first(self, module: nn.Module, args: tuple) -> tuple:
+        grid = self.installed.grid
+        assert grid is not None
+        return self._join(args[0], grid), *args[1:]
+
+    def _join(self, x: Tensor, grid: VideoGrid) -> Tensor:
+        """x (B, s, C), the video of this rank (with all other tokens behind it, where they are packed) -> (B, S, C)."""
         shards = self.cut(grid)
-        if self.sharding.text is None:
-            return self._in_model_order(Join.apply(output, shards, self.group), grid)
-        video, text = output
-        whole = Join.apply(torch.cat([video, text], 1), shards, self.group)
-        return self._in_model_order(whole[:, : grid.video], grid), whole[:, grid.video :]  # type: ignore[index]
+        own = shards.sizes[self.group.rank]
+        video = self._in_model_order(Join.apply(x[:, :own], shards, self.group), grid)
+        if self._rows is None:
+            return video
+        return torch.cat([video, x[:, own:]], 1).index_select(1, torch.argsort(self._rows))
+
+    def _device(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
+        return _argument(block, self.sharding.video, args, kwargs).device
+
+    @property
+    def _rows(self) -> Tensor | None:
+        return self.installed.rows if self.sharding.packed else None
 
     def _in_model_order(self, x: Any, grid: VideoGrid) -> Tensor:
         return x if self.sharding.in_tile_order else x.index_select(1, _raster(grid, x.device))
@@ -85,28 +137,70 @@ class TokenShards:
         video = _order(grid, self.sharding.in_tile_order, device)[first : min(stop, grid.video)]
         return video, slice(max(first - grid.video, 0), max(stop - grid.video, 0))
 
-    def _grid(self, args: tuple, kwargs: dict[str, Any]) -> VideoGrid:
+    def _places(self, grid: VideoGrid, device: torch.device) -> Tensor:
+        """Of what this rank has of the sequence that holds the video, by place in it."""
+        video, _ = self._mine(grid, device)
+        rows = self._rows
+        return video if rows is None else torch.cat([rows[: grid.video][video], rows[grid.video :]])
+
+    def _grid(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> VideoGrid:
         name = self.sharding.grid
-        if name is None:
-            grid = self.installed.grid
-        else:
-            grid = kwargs[name] if name in kwargs else args[self._names.index(name)]
+        grid = self.installed.grid if name is None else _argument(block, name, args, kwargs)
         if grid is None:
             raise ValueError("a block was called outside its transformer's forward, so its token grid is unknown")
         return grid
 
-    def _device(self, args: tuple, kwargs: dict[str, Any]) -> torch.device:
-        name = self.sharding.video
-        return (kwargs[name] if name in kwargs else args[self._names.index(name)]).device
 
-    def _map(self, name: str, args: tuple, kwargs: dict[str, Any], function: Callable[[Any], Any]):
-        """args and kwargs with one argument replaced, however it was passed; left alone where it was not."""
-        if name in kwargs:
-            return args, {**kwargs, name: function(kwargs[name])}
-        at = self._names.index(name)
-        if at >= len(args):
-            return args, kwargs
-        return (*args[:at], function(args[at]), *args[at + 1 :]), kwargs
+@cache
+def _names(block: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(block.forward).parameters)[1:]
+
+
+def _argument(block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A block's argument, however it was passed; None where it was not, or the block knows none of this name."""
+    if name in kwargs:
+        return kwargs[name]
+    names = _names(type(block))
+    return args[names.index(name)] if name in names and names.index(name) < len(args) else None
+
+
+def _map(block: nn.Module, name: str, args: tuple, kwargs: dict[str, Any], function: Callable[[Any], Any]):
+    """args and kwargs with one argument replaced, however it was passed; left alone where it was not."""
+    if name in kwargs:
+        return args, {**kwargs, name: function(kwargs[name])}
+    names = _names(type(block))
+    if name not in names or names.index(name) >= len(args):
+        return args, kwargs
+    at = names.index(name)
+    return (*args[:at], function(args[at]), *args[at + 1 :]), kwargs
+
+
+def share(state: AttnState, group: Group) -> tuple[AttnState, ...]:
+    """From the state of the same queries over this rank's keys to those over every rank's; differentiable.
+
+    Each rank's gradient of what it makes of them counts: they are summed, as Join's backward has made them P times.
+    """
+    both = torch.cat([state.out.float(), state.lse.transpose(1, 2).unsqueeze(-1)], -1)
+    parts = Gather.apply(both, group)
+    return tuple(
+        AttnState(part[..., :-1].to(state.out.dtype), part[..., -1].transpose(1, 2))
+        for part in parts.unbind(0)  # type: ignore[union-attr]
+    )
+
+
+class Gather(torch.autograd.Function):
+    """x of every rank, all of one shape -> (P, ...) on all of them. Backward: the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return torch.cat(group.gather(x.unsqueeze(0), [1] * group.size, "attention of other tokens").wait())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        ones = [1] * ctx.group.size
+        what = "gradients of attention of other tokens"
+        return ctx.group.all_to_all(grads[0].contiguous(), ones, ones, what).wait().sum(0), None
 
 
 class Join(torch.autograd.Function):
