@@ -1,6 +1,5 @@
 """Tiny random models of diffusers, their inputs, policies that force the sparse backend, and comparisons, for tests."""
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -314,8 +313,8 @@ class MaskedInside:
 
 def mask_tokens(model: nn.Module, case: Case, grid: VideoGrid, policy: Kept) -> None:
     """Puts `policy`'s choice into the plain model as token masks in the model's own order."""
-    pattern = adapters.find(model).attentions
-    names = [name for name, module in model.named_modules() if re.fullmatch(pattern, name)]
+    with adapters.install(model, policy) as installed:
+        names = installed.layers
     back = torch.argsort(grid.order())
     for index, name in enumerate(names):
         tiles = policy.mask(index, grid, 2, 2)

@@ -330,7 +330,10 @@ def _refuse_causal(module: nn.Module, names: list[str]) -> None:
 
 def _attentions(root: nn.Module, adapter: Adapter) -> dict[str, Any]:
     """Self-attentions in layer order, by clean name. A wrapper and what it wraps share one: the inner one stays."""
-    found = _named(root, adapter.attentions)
+    patterns = (adapter.attentions,) if isinstance(adapter.attentions, str) else adapter.attentions
+    found: dict[str, Any] = {}
+    for pattern in patterns:
+        found |= _named(root, pattern)
     if not found:
         raise ValueError(f"{adapter.model} has no self-attention named {adapter.attentions}")
     return found

@@ -37,10 +37,12 @@ class MiniMaxH3Processor(JointProcessor):
         if rotary_emb is not None:
             q, k = (rotate_leading(x, *rotary_emb) for x in (q, k))
         call = self.call()
-        if call.unpack is not None:  # else this process has its own part of the video, and all else behind it
+        if (
+            call.rows is not None and call.unpack is not None
+        ):  # else this process has its own part of the video, and all else behind it
             q, k, v = (x.index_select(1, call.rows) for x in (q, k, v))
-        video, others = zip(*(x.tensor_split([call.tokens], dim=1) for x in (q, k, v)), strict=True)
-        out, beside = self.attend_with(*video, Others(*others), attn.to_out)
+        (q, oq), (k, ok), (v, ov) = (x.tensor_split([call.tokens], dim=1) for x in (q, k, v))
+        out, beside = self.attend_with(q, k, v, Others(oq, ok, ov), attn.to_out)
         for follow in attn.to_out:
             beside = follow(beside)
         out = torch.cat([out, beside], 1)
@@ -55,13 +57,17 @@ def rotate_leading(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
 
 
-@torch.compiler.disable
 def minimax_grid(config: Any, inputs: dict[str, Any]) -> Packed:
     """From position_ids (S, 3) and video_indices: the last frames of one size, in neighbouring rows.
 
     They are read on the host, at every forward. Raises ValueError where the last frame's rows are no raster.
     """
-    rows, positions = inputs["video_indices"], inputs["position_ids"]
+    disable: Any = torch.compiler.disable
+    return disable(read_layout)(inputs["position_ids"], inputs["video_indices"])
+
+
+def read_layout(positions: Tensor, rows: Tensor) -> Packed:
+    """See `minimax_grid`."""
     video = rows.cpu()
     jumps = torch.nonzero(video.diff() != 1).flatten()
     video = video[int(jumps[-1]) + 1 if len(jumps) else 0 :]

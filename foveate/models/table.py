@@ -24,7 +24,9 @@ class Adapter:
     """A row of the table.
 
     model: name of the class. attentions: regular expression of the self-attentions' names inside it; their order in
-    the model is the order of layers. grid(config, forward's inputs by name): the token grid of one forward.
+    the model is the order of layers, which must be the one they are called in: several expressions where it is not.
+    grid(config, forward's inputs by name): the token grid of one forward, `Packed` where blocks see one sequence of
+    video and other tokens.
     processor: what stands in for the processors named in `replaces` (others are refused: they would be lost).
     text_first: joint text tokens come before the video. Without a processor the model calls `policy` itself, in tile
     order, as the built-in VideoDiT does. sharding: where tokens enter and leave the blocks (models/sharding.py);
@@ -34,7 +36,7 @@ class Adapter:
     """
 
     model: str
-    attentions: str
+    attentions: str | tuple[str, ...]
     grid: Callable[[Any, dict[str, Any]], VideoGrid | Packed] | None = None
     processor: type[Processor] | None = None
     replaces: tuple[str, ...] = ()
@@ -126,7 +128,7 @@ TABLE: list[Adapter] = [
     ),
     Adapter(
         model="WanVACETransformer3DModel",
-        attentions=r"(vace_)?blocks\.\d+\.attn1",
+        attentions=(r"vace_blocks\.\d+\.attn1", r"blocks\.\d+\.attn1"),
         grid=wan_grid,
         processor=WanProcessor,
         replaces=("WanAttnProcessor",),
