@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from foveate.attention import AttnState, Dense, Layer, Policy, attend, merge
 from foveate.tiles import Selection, VideoGrid
+from foveate.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from foveate.held.calibrate import Calibration, calibrate
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from foveate.sparsity.profile import profile
     from foveate.sparsity.select import select
 
-__version__ = "0.1.0.dev0"  # the one place: pyproject.toml reads it here
 __all__ = [
     "AttnState",
     "Calibration",

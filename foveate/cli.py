@@ -30,7 +30,7 @@ messages = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 ABOUT = """Sparse training and state-reusing generation for video diffusion transformers.
 
 `foveate --version` says which this is. --debug, or FOVEATE_DEBUG=1, shows the traceback of an error."""
-EXTRA = ("av", "matplotlib", "rich", "tyro", "yaml")  # packages of foveate[cli]
+EXTRA = ("PIL", "av", "jinja2", "matplotlib", "rich", "tyro", "yaml")  # packages of foveate[cli]
 REFUSED = (ValueError, ImportError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 FAILED = (OSError, FloatingPointError, MemoryError, torch.OutOfMemoryError)
 
@@ -51,7 +51,7 @@ def demo(out: Path = Path("runs/demo"), data: Path | None = None, denoise_steps:
     refuse_many_processes("demo")
     if denoise_steps < 1:
         raise ValueError(f"--denoise-steps must be at least 1, got {denoise_steps}")
-    return run_demo(out, data, denoise_steps, console)
+    return run_demo(out, data, denoise_steps, console, messages)
 
 
 def train(
@@ -83,8 +83,6 @@ def train(
         if resume:
             trainer.resume(allow=allow_change)
         trainer.fit(overwrite=overwrite)
-    for name, reason in trainer.clips.skipped:
-        messages.print(f"skipped {name}: {reason}")
     word = "interrupted, saved" if trainer.interrupted else "done"
     console.print(f"{word} at step {trainer.step}: {config.out / 'model.safetensors'}")
     return 128 + trainer.interrupted if trainer.interrupted else 0
@@ -155,6 +153,29 @@ def calibrate(
     return 0
 
 
+def report(
+    run: Annotated[Path, tyro.conf.Positional],
+    denoise_steps: int = 10,
+    device: str = "auto",
+    config: File = None,
+) -> int:
+    """Make the report of a run, or of a demo: one HTML file, report.html in its folder.
+
+    Args:
+        run: Folder of the run.
+        denoise_steps: Steps in which a held-out clip is restored, dense and sparse; 0 leaves it out.
+        device: Device to denoise on: auto, cpu, cuda or cuda:N.
+        config: YAML or JSON file of these flags; flags beside it win.
+    """
+    from foveate.run_report import report as make
+    from foveate.training.machine import pick_device
+
+    if denoise_steps < 0:
+        raise ValueError(f"--denoise-steps must be at least 0, got {denoise_steps}")
+    console.print(f"report: {make(run, denoise_steps, pick_device(device)).resolve()}")
+    return 0
+
+
 def doctor(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False, measure: bool = False) -> int:
     """What this machine can run, which attention backend is used, and why.
 
@@ -206,7 +227,15 @@ def plan(
     return 0
 
 
-COMMANDS = {"demo": demo, "train": train, "generate": generate, "calibrate": calibrate, "doctor": doctor, "plan": plan}
+COMMANDS = {
+    "demo": demo,
+    "train": train,
+    "generate": generate,
+    "calibrate": calibrate,
+    "report": report,
+    "doctor": doctor,
+    "plan": plan,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

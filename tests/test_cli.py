@@ -165,7 +165,9 @@ def test_bad_input_ends_with_code_2_and_says_what_to_do(foveate: Run, tmp_path: 
         (("generate", tmp_path / "a.gif"), "must end in .mp4"),
         (("generate", tmp_path / "there.mp4"), "--overwrite"),
         (("generate", tmp_path / "pickle.pt" / "a.mp4"), "is a file"),
-        (("demo", "--generate-steps", "0", "--out", tmp_path / "run"), "--generate-steps"),
+        (("demo", "--denoise-steps", "0", "--out", tmp_path / "run"), "--denoise-steps must be at least 1"),
+        (("report", tmp_path / "empty"), "holds no run"),
+        (("report", tmp_path / "empty", "--denoise-steps", "-1"), "at least 0"),
         (("demo", "--data", tmp_path / "nowhere", "--out", tmp_path / "run"), "nowhere"),
     ]
     for arguments, message in cases:

@@ -1,5 +1,7 @@
 """The demo's verdicts, and the whole of it at toy size."""
 
+import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,28 +11,37 @@ import pytest
 import torch
 from rich.console import Console
 
+from foveate import run_report
 from foveate.attention import Layer, attend
 from foveate.data import write_mp4
 from foveate.tiles import VideoGrid
 from foveate.training import demo, demo_runs, folder, recipes
+from foveate.training.demo_findings import Findings, Timing, checks, switch_step
 
 
-def run(name: str, validation: float, *, kept: float = 0.2, switch: int | None = 20) -> demo_runs.Run:
-    """A finished run of 60 steps as `checks` sees it."""
+def history(*, kept: float = 0.2, switch: int | None = 20) -> list[dict]:
+    """Of a sparse run of 60 steps."""
     rows = [
         {"step": step, "kept": 1.0 if switch is None or step <= switch else kept, "gap": 0.02} for step in range(1, 61)
     ]
     if switch is not None:
         rows[switch - 1]["switched"] = True
-    trainer = SimpleNamespace(config=recipes.demo(Path(), Path()))
-    return demo_runs.Run(name, trainer, rows, validation)  # type: ignore[arg-type]
+    return rows
 
 
-def verdicts(shortest: float = 2.0, **change: demo_runs.Run) -> list[bool]:
+def findings(shortest: float = 2.0, **losses: float) -> Findings:
     """shortest: seconds of the shortest sparse step on the longest clip; the dense one takes 4.5."""
-    runs = {"sparse": run("sparse", 1.005), "dense": run("dense", 1.0), "random": run("random", 1.5), **change}
-    timings = [demo_runs.Timing(5120, (1.0,), (1.0,)), demo_runs.Timing(20480, (9.0, shortest), (4.5, 30.0))]
-    return [check.passed for check in demo_runs.checks(list(runs.values()), timings)]
+    found = {"sparse": 1.005, "dense": 1.0, "random": 1.5} | losses
+    timings = [Timing(5120, (1.0,), (1.0,)), Timing(20480, (9.0, shortest), (4.5, 30.0))]
+    return Findings(
+        made="2026-12-03T12:00:00+00:00", version="1", command="foveate demo", machine={}, packages={},
+        spent={"training": 60.0}, levels=[0.25, 0.75],
+        losses={name: (loss - 0.1, loss + 0.1) for name, loss in found.items()}, timings=timings,
+    )  # fmt: skip
+
+
+def verdicts(found: Findings | None = None, **change) -> list[bool]:
+    return [check.passed for check in checks(found or findings(), history(**change), 0.007)]
 
 
 def test_a_good_demo_passes_every_check() -> None:
@@ -38,27 +49,27 @@ def test_a_good_demo_passes_every_check() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "failed"),
+    ("found", "change", "failed"),
     [
-        ({"sparse": run("sparse", 1.005, switch=40)}, 0),
-        ({"sparse": run("sparse", 1.005, kept=0.5)}, 0),
-        ({"sparse": run("sparse", 1.02)}, 2),
-        ({"random": run("random", 1.009)}, 3),
+        (findings(), {"switch": 40}, 0),
+        (findings(), {"kept": 0.5}, 0),
+        (findings(sparse=1.02), {}, 2),
+        (findings(random=1.009), {}, 3),
     ],
 )
-def test_each_check_can_fail(change: dict, failed: int) -> None:
-    assert [index for index, passed in enumerate(verdicts(**change)) if not passed] == [failed]
+def test_each_check_can_fail(found: Findings, change: dict, failed: int) -> None:
+    assert [index for index, passed in enumerate(verdicts(found, **change)) if not passed] == [failed]
 
 
 def test_only_the_shortest_times_on_the_longest_clip_decide_on_speed() -> None:
-    assert verdicts(shortest=2.4) == [True] * 4
-    assert verdicts(shortest=2.6) == [True, False, True, True]
+    assert verdicts(findings(2.4)) == [True] * 4
+    assert verdicts(findings(2.6)) == [True, False, True, True]
 
 
 def test_a_run_that_never_turned_sparse_fails_and_says_why() -> None:
-    (check,) = demo_runs.checks([run("sparse", 1.0, switch=None)], [])
+    (check,) = checks(replace(findings(), losses={}, timings=[]), history(switch=None), 0.007)
     assert not check.passed
-    assert "never met its tolerance" in check.detail
+    assert "never met its tolerance of 0.7 %" in check.detail
     assert "+2.00 %" in check.detail
 
 
@@ -91,7 +102,9 @@ def test_a_plan_is_computed_head_by_head_and_randomly_where_that_is_asked() -> N
     assert not torch.equal(seen[0].words, seen[1].words)
 
 
-def test_the_whole_demo_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_demo_at_toy_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     t, y, x = np.meshgrid(np.arange(60), np.arange(64), np.arange(80), indexing="ij")
     stripes = np.stack([np.sin((k * t + 2 * y + 5 * x) / 9.0) * 100 + 128 for k in (1, 3, 5)], -1)
     (tmp_path / "clips").mkdir()
@@ -101,12 +114,54 @@ def test_the_whole_demo_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(demo_runs, "SIZES", ((32, 32), (64, 64)))
     monkeypatch.setattr(demo_runs, "TURNS", (2, 1))
     monkeypatch.setattr(demo_runs, "MORE_TURNS", 1)
-    code = demo.run_demo(tmp_path / "out", tmp_path / "clips", 2, Console(quiet=True))
-    assert code == 1  # a toy of 12 steps keeps few of the demo's promises, and says so
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("<video") == 6
-    histories = [folder.rows(tmp_path / "out" / name / "history.jsonl") for name in ("sparse", "dense", "random")]
-    switch = demo_runs.switch_step(histories[0])
+    out, said, aside = tmp_path / "out", Console(file=io.StringIO(), width=200), Console(file=io.StringIO())
+    assert demo.run_demo(out, tmp_path / "clips", 2, said, aside) == 1  # a toy keeps few of the promises, and says so
+    results, progress = said.file.getvalue(), aside.file.getvalue()
+    assert "failed" in results
+    assert f"report: {out.resolve() / 'report.html'}" in results
+    assert "random: step 12/12" in progress
+    assert "step 12/12" not in results, "what came out, and nothing else"
+    page = (out / "report.html").read_text()
+    assert page.count('class="film"') == 6
+    assert page.count('class="chart"') == 6
+    (out / "report.html").unlink()
+    assert run_report.report(out, 2, "cpu") == out / "report.html"
+    assert (out / "report.html").read_text() == page, "all of it is in the folder's files"
+    histories = [folder.rows(out / name / "history.jsonl") for name in ("sparse", "dense", "random")]
+    switch = switch_step(histories[0])
     assert [len(rows) for rows in histories] == [12, 12 - switch, 12 - switch]  # twins continue from there
     assert all(row["kept"] == 1 for rows in histories[1:] for row in rows), "nothing decides in the twins"
     assert len({rows[-1]["loss"] for rows in histories}) == 3, "each computed its own attention"
+    check_report_of_a_run(out / "sparse", caplog)
+
+
+def check_report_of_a_run(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Any run has one: with clips while its data is there, without them, and a word why, when it has gone."""
+    text = run_report.report(run, 2, "cpu").read_text()
+    assert "Training run sparse" in text
+    assert "12 of 12 steps" in text
+    assert re.findall(r'alt="([^"]*)"', text) == [
+        "The clip", "With noise", "Denoised dense", "Denoised sparse", "Sparse minus dense, × 8"
+    ]  # fmt: skip
+    active = {row["step"] for row in folder.rows(run / folder.PLANS) if row["active"]}
+    shown = {int(step) for step in re.findall(r"<figcaption>step (\d+)", text)}
+    assert shown, "what every head computed, once sparse"
+    assert shown <= active
+    (run.parent.parent / "clips").rename(run.parent.parent / "gone")
+    caplog.clear()
+    assert 'class="film"' not in run_report.report(run, 2, "cpu").read_text()
+    assert "without a denoised clip" in caplog.text
+    assert "clips" in caplog.text
+    video = np.repeat(np.uint8([10, 120, 240]), 32)[None, None, :, None].repeat(4, 0).repeat(32, 1).repeat(3, 3)
+    (run / "samples").mkdir()
+    write_mp4(run / "samples" / "step-000012.mp4", video, 12)
+    text = run_report.report(run, 0, "cpu").read_text()
+    assert re.findall(r'alt="([^"]*)" data-columns="\d" data-count="4"', text) == [
+        "Held out", "Restored from noise", "Generated"
+    ]  # fmt: skip
+    for broken, message in ((run.parent.parent / "gone", "holds no run"), (run / "samples", "holds no run")):
+        with pytest.raises(ValueError, match=message):
+            run_report.report(broken, 0, "cpu")
+    (run / "history.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no steps yet"):
+        run_report.report(run, 0, "cpu")

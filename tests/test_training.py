@@ -80,7 +80,8 @@ def test_a_run_turns_sparse_and_learns(finished: Trainer) -> None:
     assert sparse
     assert finished.handle.policy.computed["sparse"] >= len(sparse), "the sparse mode really computed"
     assert rows[-1]["validation"] < rows[3]["validation"]
-    assert ("broken.mp4") in [name for name, _ in finished.clips.skipped]
+    listed = json.loads((finished.config.out / "skipped.json").read_text())
+    assert "broken.mp4" in [name for name, _ in listed], "every file that is not used, with the reason"
 
 
 def test_every_decision_is_written_with_what_each_head_keeps(finished: Trainer) -> None:

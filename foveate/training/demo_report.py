@@ -1,49 +1,67 @@
-"""The demo's findings as a report."""
+"""The page of a demo, from the files of its folder."""
 
-import sys
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 
-import torch
+import numpy as np
+from torch import Tensor
 
 from foveate import quality
 from foveate.data import to_uint8
-from foveate.report import ClipPanel, ReportData, write_report
+from foveate.report import ClipPanel, ReportData, Speed, write_report
+from foveate.training import folder
 from foveate.training.checkpoint import load_weights
-from foveate.training.demo_runs import Check, Restored, Run, Timing, switch_step
-from foveate.training.doctor import machine, packages
+from foveate.training.demo_findings import SPEEDUP, TOLERANCE, Findings, checks, histories, switch_step
 from foveate.training.recipes import TrainConfig
 from foveate.training.record import LEVEL
 
 
-def write(
-    path: Path,
-    runs: list[Run],
-    timings: Sequence[Timing],
-    restored: Restored | None,
-    checks: list[Check],
-    seconds: float,
-) -> Path:
-    """The page of a demo, finished or not."""
-    config = runs[0].trainer.config
+def write(out: Path) -> Path:
+    """`out`/report.html of the demo in `out`, which may not have turned sparse. ValueError where there is none."""
+    found, clips = Findings.load(out)
+    config, rows = folder.load_config(out / "sparse"), histories(out)
     return write_report(
-        path,
+        out / "report.html",
         ReportData(
-            title="foveate demo: a small video model turns sparse",
-            summary=summary(runs, seconds),
-            figures=figures(runs, timings) if timings else (),
-            checks=[(check.name, check.passed, check.detail) for check in checks],
-            runs={run.name: run.history for run in runs},
-            gap_limit=config.sparsity.goal,
-            clips=panels(restored) if restored else (),
-            tables=tables(config, seconds),
+            title="A small video model turns sparse",
+            summary=summary(config, rows["sparse"], sum(found.spent.values())),
+            made=made(found.made, found.version),
+            figures=figures(found, rows["sparse"]) if found.losses else (),
+            clips=panels(clips) if clips else (),
+            clips_title="A held-out clip, denoised",
+            clips_text=f"Each model gets the same clip under {100 * LEVEL:.0f} % noise, one that no run was trained "
+            "on, and restores it with the attention that it was trained with.",
+            speeds=[Speed(x.tokens, min(x.sparse), min(x.dense)) for x in found.timings],
+            speed_limit=SPEEDUP,
+            runs=rows,
+            allowed=TOLERANCE,
+            tolerance=config.sparsity.goal,
+            held_out=held_out(found) if found.losses else {},
+            kept=kept(out / "sparse"),
+            checks=[(x.name, x.passed, x.detail) for x in checks(found, rows["sparse"], config.sparsity.goal)],
+            tables=tables(config, found),
             notes=notes(),
         ),
     )
 
 
-def summary(runs: list[Run], seconds: float) -> str:
-    config, switch = runs[0].trainer.config, switch_step(runs[0].history)
+def made(when: str, version: str) -> str:
+    """The line about when and by what."""
+    day = datetime.fromisoformat(when)
+    return f"{day.day} {day:%B %Y, %H:%M}, {version}"
+
+
+def kept(run: Path) -> list[tuple[int, np.ndarray]]:
+    """From plans.jsonl: what every head computes, each time that training acted on a plan that was new."""
+    plans = [row for row in folder.rows(run / folder.PLANS) if row["active"] and "kept" in row]
+    new = [row for before, row in zip([{}, *plans], plans, strict=False) if row["kept"] != before.get("kept")]
+    return [(row["step"], np.asarray(row["kept"], float)) for row in new]
+
+
+def summary(config: TrainConfig, history: Sequence[Mapping], seconds: float) -> str:
+    switch = switch_step(history)
     tokens = config.model.grid(config.frames, config.height, config.width).tokens
     turn = "it never turned sparse" if switch is None else f"it turned sparse after step {switch}"
     return (
@@ -52,59 +70,69 @@ def summary(runs: list[Run], seconds: float) -> str:
     )
 
 
-def figures(runs: list[Run], timings: Sequence[Timing]) -> list[tuple[str, str, str]]:
+def figures(found: Findings, history: Sequence[Mapping]) -> list[tuple[str, str, str]]:
     """The headline row."""
-    sparse, dense, random = runs
-    gap, control = (100 * (run.validation / dense.validation - 1) for run in (sparse, random))
-    last = [row["kept"] for row in sparse.history][-1]
-    longest = timings[-1]
+    longest, sparse = found.timings[-1], [row["kept"] for row in history if row["kept"] < 1]
     return [
-        ("Training step", f"{longest.faster:.2f}× faster", f"at {longest.tokens:,} tokens, sparse against dense"),
-        ("Validation loss", f"{gap:+.2f} %", "against the same training without sparsity"),
-        ("Attention computed", f"{100 * last:.0f} %", "of all pairs of tiles, in the last step"),
-        ("Random tiles", f"{control:+.1f} %", "loss with as many tiles, chosen at random"),
+        ("Training step", f"{longest.faster:.2f}× faster", f"on clips of {longest.tokens:,} tokens"),
+        ("Loss on held-out clips", f"{100 * found.gap('sparse'):+.2f} %", "against the same training without sparsity"),
+        ("Attention computed", f"{100 * fmean(sparse):.0f} %", "of all comparisons, in sparse steps"),
+        ("Chosen at random", f"{100 * found.gap('random'):+.1f} %", "loss, computing as much, but anything"),
     ]
 
 
-def panels(restored: Restored) -> list[ClipPanel]:
-    """A held-out clip, what the models were given, and what they make of it."""
-    dense = restored.by["dense"]
-    shown = [
-        ClipPanel("Held-out clip", to_uint8(restored.clip), note="from the part that no run was trained on"),
-        ClipPanel("What the models get", to_uint8(restored.noisy), note=f"{100 * LEVEL:.0f} % noise"),
-    ]
-    for name, title in (
-        ("dense", "Trained and run dense"),
-        ("sparse", "Trained and run sparse"),
-        ("random", "Random tiles"),
-    ):
-        made = restored.by[name]
-        note = f"{float(quality.psnr(made, restored.clip)):.1f} dB PSNR to the held-out clip"
-        if name != "dense":
-            note += f", {float(quality.psnr(made, dense)):.1f} dB to the dense one"
-        shown.append(ClipPanel(title, to_uint8(made), note=note))
-    error = 8 * (restored.by["sparse"] - dense).abs() - 1
-    return [*shown, ClipPanel("Sparse minus dense, × 8", to_uint8(error.clamp(-1, 1)), note="black: no difference")]
-
-
-def tables(config: TrainConfig, seconds: float) -> dict[str, Mapping[str, object]]:
-    keep = ("steps", "batch", "lr", "ema", "seed", "sparsity")
-    tables: dict[str, Mapping[str, object]] = {
-        "Machine": {**machine(), "threads": torch.get_num_threads(), "minutes": f"{seconds / 60:.1f}"},
-        "Versions": packages(),
-        "Run": {"command": " ".join(sys.argv), **{name: getattr(config, name) for name in keep}},
+def held_out(found: Findings) -> dict[str, list[tuple[float, float]]]:
+    dense = found.losses["dense"]
+    return {
+        name: [(level, x / y - 1) for level, x, y in zip(found.levels, found.losses[name], dense, strict=True)]
+        for name in ("sparse", "random")
     }
-    if config.start_from is not None:
+
+
+def panels(clips: Mapping[str, Tensor]) -> list[ClipPanel]:
+    """A held-out clip, what the models were given, and what they make of it."""
+    clip, dense = clips["clip"], clips["dense"]
+    shown = [
+        ClipPanel("The clip", to_uint8(clip), "held out: no run was trained on it", reference=True),
+        ClipPanel("With noise", to_uint8(clips["noisy"]), f"{100 * LEVEL:.0f} %: what the models get"),
+    ]
+    for name, title in (("dense", "Dense"), ("sparse", "Sparse"), ("random", "Random tiles")):
+        note = f"{quality.psnr(clips[name], clip):.1f} dB to the clip"
+        if name != "dense":
+            note += f", {quality.psnr(clips[name], dense):.1f} dB to dense"
+        shown.append(ClipPanel(title, to_uint8(clips[name]), note, reference=name == "dense"))
+    error = (8 * (clips["sparse"] - dense).abs() - 1).clamp(-1, 1)
+    return [*shown, ClipPanel("Sparse minus dense, × 8", to_uint8(error), "black: no difference", derived=True)]
+
+
+def tables(config: TrainConfig, found: Findings) -> dict[str, Mapping[str, object]]:
+    keep = ("steps", "batch", "lr", "ema", "seed")
+    tables: dict[str, Mapping[str, object]] = {
+        "Machine": found.machine,
+        "Versions": found.packages,
+        "Run": {"command": found.command, **{name: getattr(config, name) for name in keep}},
+        "Minutes": {name: f"{seconds / 60:.1f}" for name, seconds in found.spent.items()},
+        "What sparsify was told": changed(config),
+    }
+    if config.start_from is not None and config.start_from.is_file():
         about = load_weights(config.start_from)[1]
         tables["Checkpoint it continues from"] = {k: v for k, v in about.items() if k != "model"}
     return tables
+
+
+def changed(config: TrainConfig) -> dict[str, object]:
+    """Dials of sparsity that are not as they come."""
+    plain = type(config.sparsity)()
+    return {name: value for name, value in vars(config.sparsity).items() if value != getattr(plain, name)}
 
 
 def notes() -> list[str]:
     return [
         "A model of an hour's age is hardly sparse, and two processor cores do not train one from nothing in minutes: "
         "this run continues from a small checkpoint that was trained before on a GPU, on the training part of the same "
-        "clips (the table below says how). Validation clips are in neither.",
+        "clips (the table below says how). Held-out clips are in neither.",
         "The dense and the random run share the sparse run's first steps, which are dense: they continue from its "
         "checkpoint there, which is bit for bit what training them from the first step gives.",
+        "Steps are timed on one model in turns, sparse and dense, and the shortest time of each counts: other load on "
+        "the machine makes steps longer, never shorter. dB is PSNR: higher is nearer.",
     ]

@@ -23,15 +23,13 @@ from foveate.attention import Dense, Layer, Policy, attend
 from foveate.sparsity.select import select, select_random
 from foveate.tiles import Selection
 from foveate.training import folder
+from foveate.training.demo_findings import SPEEDUP, Timing, switch_step
 from foveate.training.flow import Batch, fixed_batches, loss, stream
 from foveate.training.loop import Trainer, open_clips
 from foveate.training.progress import watch
 from foveate.training.recipes import TrainConfig
 from foveate.training.record import denoised
 
-TOLERANCE = 0.01  # of the dense twin's validation loss
-SPEEDUP = 1.8  # at the longest clip, also beside other load
-SPARSE_SHARE, KEPT = 0.5, 0.35  # of the steps, at least; of the tiles in them, at most
 SIZES = ((64, 64), (96, 84), (128, 128))  # pixels of the clips that steps are timed on: 5, 10, 20 thousand tokens
 TURNS = (4, 3, 2)  # at these sizes
 MORE_TURNS = 3  # at most, at the longest, where other load may have hit the first ones
@@ -41,35 +39,10 @@ Choose = Callable[[Trainer, Layer, Tensor, Tensor, Tensor], Selection]
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its name, trainer, history from the first step on, and validation loss as it was trained."""
+    """A finished run: its name, and its trainer after the last step."""
 
     name: str
     trainer: Trainer
-    history: list[dict]
-    validation: float = float("nan")
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of a training step with sparse and with dense attention, a number a turn, at so many tokens."""
-
-    tokens: int
-    sparse: tuple[float, ...]
-    dense: tuple[float, ...]
-
-    @property
-    def faster(self) -> float:
-        """By the shortest times, which other load does not decide."""
-        return min(self.dense) / min(self.sparse)
-
-
-@dataclass(frozen=True)
-class Check:
-    """A promise of the demo, whether this run kept it, and the numbers."""
-
-    name: str
-    passed: bool
-    detail: str
 
 
 class Planned:
@@ -108,41 +81,36 @@ def plans_of(trainer: Trainer) -> list[dict]:
     return folder.rows(trainer.config.out / folder.PLANS)
 
 
-def train_three(config: TrainConfig, console: Console) -> list[Run]:
+def train_three(config: TrainConfig, messages: Console) -> list[Run]:
     """The sparse run, and, if it became sparse, its dense twin and its random control."""
-    sparse = train(Trainer(replace(config, out=config.out / "sparse")), "sparse", console)
-    switch = switch_step(sparse.history)
-    if switch is None:
-        return [sparse]
+    sparse = train("sparse", Trainer(replace(config, out=config.out / "sparse")), messages)
+    home = sparse.trainer.config.out
+    switch = switch_step(folder.rows(home / folder.HISTORY))
     runs = [sparse]
-    for name in ("dense", "random"):
+    for name in ("dense", "random") if switch is not None else ():
         twin = Trainer(replace(config, out=config.out / name, sparse=False))
-        twin.load(sparse.trainer.config.out / folder.SWITCH, switch)
+        twin.load(home / folder.SWITCH, switch)
         if name == "random":
             twin.model.policy = Planned(twin, plans_of(sparse.trainer), random_tiles)
-        run = train(twin, name, console)
-        runs.append(replace(run, history=sparse.history[:switch] + run.history))
+        runs.append(train(name, twin, messages))
     return runs
 
 
-def switch_step(history: list[dict]) -> int | None:
-    """The step after which attention became sparse, None if it never did."""
-    return next((row["step"] for row in history if row.get("switched")), None)
-
-
-def train(trainer: Trainer, name: str, console: Console) -> Run:
-    with watch(console, f"{name:6}", trainer.config.steps) as show:
+def train(name: str, trainer: Trainer, messages: Console) -> Run:
+    with watch(messages, f"{name:6}", trainer.config.steps) as show:
         trainer.on_step = show
-        history = trainer.fit(overwrite=True)
+        trainer.fit(overwrite=True)
     if trainer.interrupted:
         raise KeyboardInterrupt
-    return Run(name, trainer, history)
+    return Run(name, trainer)
 
 
-def judge(runs: list[Run], clips: int) -> list[Run]:
-    """Validation losses after training: `clips` held-out windows, four noise levels each, noise paired over runs."""
-    batches = fixed_batches(open_clips(runs[0].trainer.config, "val"), clips)
-    return [replace(run, validation=run.trainer.validate(batches)) for run in runs]
+def judge(runs: Sequence[Run], clips: int) -> tuple[list[float], dict[str, list[float]]]:
+    """Losses after training of held-out pairs of clip and noise, the same for all runs: their noise levels, and losses
+    by run. `clips` held-out windows, four noise levels each."""
+    pairs = fixed_batches(open_clips(runs[0].trainer.config, "val"), clips)
+    losses = {run.name: [run.trainer.validate([pair]) for pair in pairs] for run in runs}
+    return [pair.sigma.item() for pair in pairs], losses
 
 
 def take_turns(run: Run) -> list[Timing]:
@@ -195,58 +163,12 @@ def step_seconds(trainer: Trainer, policy: Policy, batch: Batch) -> float:
     return seconds
 
 
-def checks(runs: list[Run], timings: Sequence[Timing]) -> list[Check]:
-    """Every promise, measured. The last one is the control: without it the loss check would prove nothing."""
-    sparse = runs[0]
-    goal = sparse.trainer.config.sparsity.goal
-    if switch_step(sparse.history) is None:
-        gaps = [f"{100 * row['gap']:+.2f} % at step {row['step']}" for row in sparse.history if "gap" in row]
-        detail = f"sparsify never met its tolerance of {100 * (goal or 0):g} %: {', '.join(gaps) or 'nothing measured'}"
-        return [Check("training becomes sparse", False, detail)]
-    _, dense, random = runs
-    kept = [row["kept"] for row in sparse.history if row["kept"] < 1]
-    mean, share = sum(kept) / max(1, len(kept)), len(kept) / len(sparse.history)
-    gap, control = sparse.validation / dense.validation - 1, random.validation / dense.validation - 1
-    longest = timings[-1]
-    return [
-        Check(
-            "training is sparse for most of its steps",
-            share >= SPARSE_SHARE and mean <= KEPT,
-            f"{len(kept)} of {len(sparse.history)} steps, {100 * mean:.0f} % of the attention computed in them",
-        ),
-        Check(
-            f"a step on {longest.tokens:,} tokens is ≥ {SPEEDUP}× faster",
-            longest.faster >= SPEEDUP,
-            f"{longest.faster:.2f}×: {min(longest.dense):.2f} s dense, {min(longest.sparse):.2f} s sparse, the "
-            f"shortest of {len(longest.dense)} turns",
-        ),
-        Check(
-            "the loss is kept within 1 %",
-            gap <= TOLERANCE,
-            f"{100 * gap:+.2f} %: {sparse.validation:.5f} on held-out clips, trained dense {dense.validation:.5f}",
-        ),
-        Check(
-            "tiles chosen at random fail that check",
-            control > TOLERANCE,
-            f"{100 * control:+.2f} %: {random.validation:.5f} with as many tiles",
-        ),
-    ]
-
-
-@dataclass(frozen=True)
-class Restored:
-    """A held-out clip (C, F, Y, X) in -1 ... 1, with noise, and as each run's model restores it; the noise share."""
-
-    clip: Tensor
-    noisy: Tensor
-    by: dict[str, Tensor]
-
-
-def restore(runs: list[Run], steps: int, clip: int = 0) -> Restored:
-    """What each run's model, with the attention it was trained with, makes of a noisy held-out clip."""
-    batches = runs[0].trainer.validation
-    batch = batches[clip * 4 % len(batches)]
-    by = {}
+def restore(runs: Sequence[Run], steps: int) -> dict[str, Tensor]:
+    """A held-out clip (C, F, Y, X) in -1 ... 1 as "clip", with noise as "noisy", and what each run's model makes of it,
+    with the attention that it was trained with."""
+    batch = runs[0].trainer.validation[0]
+    found = {"clip": batch.clips[0]}
     for run in runs:
-        noisy, by[run.name] = (x[0] for x in denoised(run.trainer.model, batch.clips, batch.condition, steps=steps))
-    return Restored(batch.clips[0], noisy, by)
+        noisy, restored = denoised(run.trainer.model, batch.clips, batch.condition, steps=steps)
+        found |= {"noisy": noisy[0], run.name: restored[0]}
+    return found

@@ -2,7 +2,8 @@
 
 config.json       the configuration, absolute paths        checkpoints/    the newest, and switch/ for good
 history.jsonl     a row a step                             plans.jsonl     what sparsify decided, and why
-model.safetensors, predictor.safetensors                   samples/, events/   where asked for
+model.safetensors, sparse/                                 samples/, events/   where asked for
+report.html      where asked for                           skipped.json     files of the data that are not used, and why
 """
 
 import errno
@@ -19,13 +20,13 @@ from foveate.training.recipes import TrainConfig
 
 log = logging.getLogger("foveate")
 
-CONFIG, HISTORY, PLANS = "config.json", "history.jsonl", "plans.jsonl"
+CONFIG, HISTORY, PLANS, SKIPPED = "config.json", "history.jsonl", "plans.jsonl", "skipped.json"
 CHECKPOINTS, SWITCH = "checkpoints", "switch"
 WEIGHTS, SPARSE = "model.safetensors", "sparse"
 SIGNS = (CONFIG, HISTORY, WEIGHTS, CHECKPOINTS)  # any of them: here was a run
 OWN = (
-    CONFIG, HISTORY, PLANS, WEIGHTS, "sparse/predictors.safetensors", "sparse/sparse.json", "samples/step-*.mp4",
-    "events/events.out.tfevents.*",
+    CONFIG, HISTORY, PLANS, SKIPPED, WEIGHTS, "sparse/predictors.safetensors", "sparse/sparse.json",
+    "samples/step-*.mp4", "events/events.out.tfevents.*", "report.html",
 )  # fmt: skip
 OWN_FOLDERS = ("checkpoints/*step-*", "switch/step-*")
 MAY_CHANGE = {
@@ -99,6 +100,13 @@ def clear(out: Path) -> None:
         for folder in out.glob(pattern):
             if (folder / "state.json").is_file():
                 shutil.rmtree(folder)
+
+
+def list_skipped(out: Path, skipped: Sequence[tuple[str, str]]) -> None:
+    """skipped.json: every file of the data that is not used, with the reason; the log shows only some of many."""
+    if skipped:
+        (out / SKIPPED).write_text(json.dumps(list(skipped), indent=1, ensure_ascii=False))
+        log.info("%d files of the data are not used: %s says why", len(skipped), out / SKIPPED)
 
 
 def load_config(out: Path) -> TrainConfig:

@@ -99,6 +99,7 @@ class Trainer:
         self._check(overwrite)
         with folder.claimed(out, overwrite=overwrite), self._signals():
             (out / folder.CONFIG).write_text(json.dumps(config.to_dict(), indent=1))
+            folder.list_skipped(out, self.clips.skipped)
             history = folder.rows(out / folder.HISTORY)
             with (out / folder.HISTORY).open("a") as file, Events(config, self.step) as events:
                 for row in self._rows():

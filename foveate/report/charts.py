@@ -20,7 +20,7 @@ SIZE = (4.8, 2.7)  # inches; 72 units each, so text keeps a readable size when a
 HEAT = 16  # shades of a heat map; the page defines their colours, .h0 ... .h15, for light and for dark
 STAND_IN = {
     name: f"#0f{n:02x}f{n:x}"
-    for n, name in enumerate(("ink", "muted", "rule", "stage", "sparse", "dense", "random", "other"))
+    for n, name in enumerate(("ink", "muted", "rule", "stage", "band", "sparse", "dense", "random", "other"))
 }
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -48,7 +48,10 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Line:
-    """One curve: steps and values of one length, a colour (a name in STAND_IN or #rrggbb), and how it is drawn."""
+    """One curve: steps and values of one length, a colour (a name in STAND_IN or #rrggbb), and how it is drawn.
+
+    width: points, of the line or of a dot.
+    """
 
     steps: Sequence[float]
     values: Sequence[float] | np.ndarray
@@ -63,40 +66,47 @@ def line_chart(
     *,
     label: str,
     last: float,
+    first: float = 0,
+    x_label: str = "step",
     switch: float | None = None,
     percent: bool = False,
     limit: float | None = None,
+    band: float | None = None,
     from_zero: bool = False,
     span: tuple[float, float] | None = None,
+    marks: Sequence[tuple[float, float, str]] = (),
 ) -> str:
-    """SVG of curves over the training steps 0 ... `last`. The part after step `switch` is shaded, `limit` is a dashed
-    level, `span` fixes the vertical range. `label` describes the picture to those who cannot see it."""
+    """SVG of curves over `first` ... `last`. The part after step `switch` is shaded, `limit` is a dashed level, `band`
+    shades what is nearer than it to 0, `span` fixes the vertical range: dots beyond it are arrows at its edge. `marks`
+    are texts at points (x, y). `label` describes the picture to those who cannot see it."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()
         for line in lines:
-            color = STAND_IN.get(line.color, line.color)
-            drawn: dict[str, Any] = {"linewidth": line.width}
-            if line.dots:
-                drawn = {"marker": "o", "markersize": 2.2, "linestyle": ""}
-            axes.plot(line.steps, line.values, color=color, alpha=line.opacity, **drawn)
-        axes.set_xlim(-0.02 * (last or 1), 1.02 * (last or 1))
+            _draw(axes, line, span)
+        margin = 0.02 * ((last - first) or 1)
+        axes.set_xlim(first - margin, last + margin)
         if span:
             axes.set_ylim(*span)
         if from_zero:
             axes.set_ylim(bottom=0)
         if limit is not None:
             axes.axhline(limit, color=STAND_IN["ink"], linewidth=0.9, linestyle=(0, (4, 3)))
+        if band is not None:
+            axes.axhspan(-band, band, color=STAND_IN["band"], linewidth=0, zorder=0.5)
         if switch is not None:
             _mark_stages(axes, switch)
+        for x, y, text in marks:
+            axes.annotate(text, (x, y), (0, 7), textcoords="offset points", ha="center", color=STAND_IN["ink"])
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_formatter(FuncFormatter(_percent if percent else _number))
-        axes.set_xlabel("step", loc="right")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.set_xlabel(x_label, loc="right")
         return _themed(figure, label)
 
 
-def heat_map(values: np.ndarray, *, low: float, high: float, label: str, percent: bool = True) -> str:
+def heat_map(values: np.ndarray, *, low: float, high: float, label: str) -> str:
     """SVG of one square a cell, layers down, heads across; values (L, H), NaN left blank. Hover names the value."""
     layers, heads = values.shape
     level = np.nan_to_num((values - low) / ((high - low) or 1.0)).clip(0, 1)
@@ -104,21 +114,12 @@ def heat_map(values: np.ndarray, *, low: float, high: float, label: str, percent
     for layer, head in np.ndindex(layers, heads):
         if np.isfinite(values[layer, head]):
             shade = min(int(level[layer, head] * HEAT), HEAT - 1)
-            number = (_percent if percent else _number)(float(values[layer, head]), None)
             cells.append(
                 f'<rect x="{head * 10}" y="{layer * 10}" width="9.4" height="9.4" rx="1" class="h{shade}">'
-                f"<title>layer {layer}, head {head}: {number}</title></rect>"
+                f"<title>layer {layer}, head {head}: {_percent(float(values[layer, head]), None)}</title></rect>"
             )
     box = f"0 0 {heads * 10 - 0.6:g} {layers * 10 - 0.6:g}"
     return f'<svg class="heat" viewBox="{box}" role="img" aria-label="{escape(label)}">{"".join(cells)}</svg>'
-
-
-def ramp(count: int) -> list[str]:
-    """`count` colours from teal over violet to rose, readable on light and on dark: first layer to last."""
-    stops = np.array([[0x1A, 0x9A, 0x9A], [0x6F, 0x6B, 0xD8], [0xD6, 0x4D, 0x8B]], float)
-    place = np.linspace(0, 2, max(count, 1))
-    mixed = [np.interp(place, [0, 1, 2], stops[:, channel]) for channel in range(3)]
-    return ["#" + "".join(f"{round(c):02x}" for c in color) for color in zip(*mixed, strict=True)]
 
 
 def smooth(values: Sequence[float], width: int, *, median: bool = False) -> np.ndarray:
@@ -131,6 +132,23 @@ def smooth(values: Sequence[float], width: int, *, median: bool = False) -> np.n
     result = np.full(len(array), np.nan)
     result[found] = (np.nanmedian if median else np.nanmean)(np.where(np.isfinite(windows), windows, np.nan)[found], 1)
     return result
+
+
+def _draw(axes, line: Line, span: tuple[float, float] | None) -> None:
+    color = STAND_IN.get(line.color, line.color)
+    if not line.dots:
+        axes.plot(line.steps, line.values, color=color, alpha=line.opacity, linewidth=line.width)
+        return
+    x, y = np.asarray(line.steps, float), np.asarray(line.values, float)
+    low, high = span or (-np.inf, np.inf)
+    for marker, chosen in (("o", (y >= low) & (y <= high)), ("^", y > high), ("v", y < low)):
+        if chosen.any():
+            inside = y[chosen] if marker == "o" else np.full(chosen.sum(), high if marker == "^" else low)
+            size = line.width if marker == "o" else line.width + 1.5
+            axes.plot(
+                x[chosen], inside, color=color, alpha=line.opacity, marker=marker, markersize=size, linestyle="",
+                markeredgewidth=0, clip_on=marker == "o",
+            )  # fmt: skip
 
 
 def _mark_stages(axes, switch: float) -> None:
