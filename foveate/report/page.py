@@ -191,9 +191,9 @@ def _held_out(run: ReportData) -> Chart | None:
         levels = np.asarray([100 * level for level, _ in run.held_out[name]])
         gaps = np.asarray([gap for _, gap in run.held_out[name]])
         shift = 4 * (place - (len(names) - 1) / 2)
-        lines.append(Line(levels + shift, gaps, _color(name), 5, 0.45, dots=True))
-        each = [(level, gaps[levels == level].mean()) for level in sorted(set(levels))]
-        means.append(Line(*zip(*each, strict=True), _color(name), 2))
+        lines.append(Line((levels + shift).tolist(), gaps, _color(name), 5, 0.45, dots=True))
+        each = sorted(set(levels.tolist()))
+        means.append(Line(each, [gaps[levels == level].mean() for level in each], _color(name), 2))
     if not lines:
         return None
     text = "Each dot is one held-out clip at one level of noise, after training; the line is the mean of the clips. "
