@@ -183,12 +183,12 @@ def divided(found: list[Method], file: Path | None) -> tuple[list[Method], list[
     """Settings that need no choosing, as an earlier run chose them or as all are reported, and the rest."""
     before = [] if file is None else json.loads(file.read_text())["results"]
     names, families = {(x["family"], x["setting"]) for x in before}, {x["family"] for x in before}
-    settled = [
-        one for one in found if one.family in ("foveate schedule", methods.PARTS) or (one.family, one.setting) in names
-    ]
+    always = "foveate schedule", methods.PARTS
+    settled = [one for one in found if one.family in always or (one.family, one.setting) in names]
     if file is not None:  # ours has changed since, and its settings are few
         settled += [one for one in found if one.family == "foveate" and one not in settled]
         families |= {"variant", "states, undamped"}
+    settled.sort(key=lambda one: one.family not in (*always, "foveate"))  # ours first, should time run out
     return settled, [one for one in found if one not in settled and one.family not in families]
 
 

@@ -34,3 +34,13 @@ def test_context_parallel_training_under_torchrun() -> None:
     )
     assert "step 0: loss" in said
     assert "head 1 x sequence 2: 2 layers" in said
+
+
+def test_reuse_in_a_pipeline(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    said = run("reuse.py", "--out", str(tmp_path / "schedule.json"))
+    rows = {line[:17].strip(): line.split() for line in said.splitlines() if "of the calls" in line}
+    assert rows["exact"][-1] == "0.0e+00"
+    assert rows["schedule"][1] == "40%"
+    assert 0 < float(rows["schedule"][-1]) < 0.05
+    assert 0 < float(rows["every third step"][-1]) < 0.05
