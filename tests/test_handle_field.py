@@ -298,8 +298,52 @@ def test_checks_and_lessons_take_at_most_a_twentieth_by_the_saved_costs(tokens: 
         found = cadence.plan(work, table, (now, ours), pairs=2)
         assert found.share <= 1.02 * cadence.SHARE
         assert found.often >= cadence.OFTEN
-        assert "5.0 %" in str(replace(found, share=0.05))
+        assert "4.0 %" in str(replace(found, share=0.04))
     assert cadence.plan(work, table, (dense, forward), 2, often=7, rare=9, teach_every=2).often == 7
+    every, share = cadence.validation(forwards=64, batch=1)
+    assert (every, share) == (2134, pytest.approx(0.01, rel=0.02))
+    assert cadence.validation(4, 8)[0] == cadence.VALIDATE_EVERY
+    assert cadence.validation(12, 2, every=8) == (8, pytest.approx(0.2))
+    assert cadence.SHARE + cadence.VALIDATION <= 0.05
+
+
+def test_checks_of_sparse_steps_are_not_priced_by_the_dense_ones_before() -> None:
+    """The interval that a switch begins follows the cadence of the steps that are in it."""
+    table = Costs("test", machine=Machine(1e11, 0.001, 0.05, 0.01, 0.01, 0.001, 0.0))
+    dials = {key: value for key, value in FAST.items() if key != "often"} | {"rare": 5000}
+    model = make_model()
+    handle = sparsify(model, SparsityConfig(budget=0.25, **dials), costs=table)  # type: ignore[arg-type]
+    train(model, range(5), lambda _: handle.step())
+    track = handle.main
+    assert track.decision.active
+    assert track.pace is not None
+    asked = handle._cadence(replace(track, control=replace(track.control, decision=controller.Decision())))
+    assert track.pace.often > 1.3 * asked.often
+    assert track.control.due - track.decision.step == track.control.interval == track.pace.often
+
+
+def test_steps_that_a_gradient_scaler_skips_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    handle = sparsify(model, SparsityConfig(tolerance=0.5, **FAST))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler, skipped = torch.amp.GradScaler("cpu"), 0
+    for step in range(16):
+        loss = (model(clip(step), HALF) - clip(99)).square().mean()
+        scaler.scale(loss * torch.inf if step in (0, 1, 4, 9) else loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped += scaler.get_scale() < before
+        handle.step()
+    assert skipped == 4
+    assert handle.decision.active
+    assert handle.control.gap is not None
+    assert abs(handle.control.gap) < 0.5
+    assert all(x.isfinite().all() for x in handle.policy.state_dict().values())
+    assert handle.policy.influence.mean is not None
+    assert handle.policy.influence.mean.isfinite().all()
+    assert not [record.message for record in caplog.records if "weights changed" in record.message]
 
 
 def test_a_profile_needs_little_memory_beside_its_inputs() -> None:

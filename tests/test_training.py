@@ -189,6 +189,18 @@ def pressing(function: Callable, press: Callable, call: int) -> Callable:
     return wrapped
 
 
+def test_validation_comes_as_its_price_allows_and_once_at_the_end(config: TrainConfig, caplog, monkeypatch) -> None:
+    compiled = []
+    monkeypatch.setattr(loop.VideoDiT, "compile_repeated_blocks", lambda self, on: compiled.append(on))
+    caplog.set_level("INFO")
+    trainer = Trainer(replace(config, steps=3, validate_every=None, sparse=False, compile=True))
+    trainer.fit()
+    assert ["validation" in row for row in history(config.out)] == [False, False, True]
+    assert "validation losses every 200 steps: about 0.7 % of the time" in caplog.text
+    Trainer(config)
+    assert compiled == [True, False]
+
+
 def test_fit_runs_in_a_thread_and_is_stopped_from_outside(config: TrainConfig) -> None:
     trainer = Trainer(config)
     trainer.on_step = lambda row: trainer.stop() if row["step"] == 3 else None

@@ -1,4 +1,4 @@
-"""How often to look and to learn, by what that costs: checks and lessons together stay within a share of the step time.
+"""How often to look and to learn, by what that costs: lessons, checks and validation stay within 5 % of the run's time.
 
 Counted from the cost table and the shapes, never from a clock, so that runs repeat and ranks agree. Linear layers are
 priced by the model's parameters, at the rate of dense attention in the same table.
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from foveate import costs as prices
 
-SHARE = 0.05  # of a step, for lessons and checks together
+SHARE, VALIDATION = 0.04, 0.01  # of the run's time: for lessons and checks together, and for validation losses
+FORWARD = 1 / 3  # of a training step
 FOR_LESSONS = 0.4  # of that share
 LAUNCH_MS = 0.008  # one small operator
 LESSON_OPERATORS, PROFILE_OPERATORS = 125, 300  # of a layer; counted on the CPU (docs/log.md, Training step)
-OFTEN, RARE, TEACH_EVERY = 50, 1000, 4  # never oftener, however cheap
+OFTEN, RARE, TEACH_EVERY, VALIDATE_EVERY = 50, 1000, 4, 200  # never oftener, however cheap
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,13 @@ def plan(
     first = often or max(OFTEN, math.ceil(check / (left * step)))
     last = rare or max(RARE, first)
     return Cadence(first, max(first, last), teach, lesson / (teach * step) + check / (first * step))
+
+
+def validation(forwards: int, batch: int, every: int | None = None) -> tuple[int, float]:
+    """Steps between validation losses of so many forwards of one clip, and their share of the run's time.
+
+    batch: clips of a training step. every: what the user has fixed.
+    """
+    cost = forwards * FORWARD / batch
+    steps = every or max(VALIDATE_EVERY, math.ceil(cost / VALIDATION))
+    return steps, cost / (steps + cost)

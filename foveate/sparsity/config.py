@@ -45,7 +45,7 @@ class SparsityConfig:
     """Steps whose queries and keys give the predictors their closed form; they are fine-tuned on all that follow."""
     often: int | None = None
     """Steps between measurements at first and while things change. `often`, `rare` and `teach_every` are found from the
-    saved costs where they are not given: lessons and measurements then take at most 5 % of the step time."""
+    saved costs where they are not given: lessons and measurements then take at most 4 % of the step time."""
     rare: int | None = None
     """Steps between measurements when things are settled."""
     pairs: int = 2

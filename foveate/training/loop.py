@@ -24,10 +24,11 @@ from foveate.data import Clips
 from foveate.data.captions import CAPTIONS
 from foveate.data.folder import read
 from foveate.models.dit import VideoDiT
+from foveate.sparsity import cadence
 from foveate.sparsity.handle import Handle, sparsify
 from foveate.training import checkpoint, folder
 from foveate.training.flow import Batch, Batches, Conditions, fixed_batches, loss
-from foveate.training.machine import pick_device, refuse_many_processes
+from foveate.training.machine import compiles, pick_device, refuse_many_processes
 from foveate.training.recipes import TrainConfig, as_json
 from foveate.training.record import Events, measured, sample
 from foveate.training.text import embed_captions
@@ -63,6 +64,9 @@ class Trainer:
         self.validation = [
             batch.to(self.device) for batch in fixed_batches(held_out, config.validation_clips, conditions=conditions)
         ]
+        self.validate_every, self._validating = cadence.validation(
+            len(self.validation), config.batch, config.validate_every
+        )
         self.batches = Batches(self.clips, size=config.batch, seed=config.seed, conditions=conditions)
         self.model = self._model()
         self.ema = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
@@ -87,6 +91,7 @@ class Trainer:
                     f"{self.config.model.to_dict()}"
                 )
             model.load_state_dict(weights)
+        model.compile_repeated_blocks(compiles(self.device) if self.config.compile is None else self.config.compile)
         return model.to(self.device)
 
     def fit(self, *, overwrite: bool = False) -> list[dict]:
@@ -97,6 +102,10 @@ class Trainer:
         """
         config, out = self.config, self.config.out
         self._check(overwrite)
+        log.info(
+            "validation losses every %d steps: about %.1f %% of the time; sparsify: %.0f %% at most",
+            self.validate_every, 100 * self._validating, 100 * cadence.SHARE,
+        )  # fmt: skip
         with folder.claimed(out, overwrite=overwrite), self._signals():
             (out / folder.CONFIG).write_text(json.dumps(config.to_dict(), indent=1))
             folder.list_skipped(out, self.clips.skipped)
@@ -140,7 +149,8 @@ class Trainer:
                 self.save()
                 return
             row = self.train_step(batch.to(self.device))
-            if self.step % config.validate_every == 0:
+            last = config.validate_every is None and self.step == config.steps
+            if last or self.step % self.validate_every == 0:
                 self._validate_into(row)
             if config.sample_every and self.step % config.sample_every == 0 and not self.interrupted:
                 sample(self)

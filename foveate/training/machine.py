@@ -1,5 +1,6 @@
 """The machine a command runs on: its device, its cores, and whether it is one process of many."""
 
+import importlib.util
 import os
 
 import torch
@@ -29,6 +30,11 @@ def _works(device: torch.device) -> bool:
         return bool(torch.ones(1, device=device).item() == 1)
     except (RuntimeError, NotImplementedError, AssertionError, ImportError):
         return False
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether compiling pays by default: on GPUs, where torch.compile has the Triton that it needs."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def cores() -> int:

@@ -71,6 +71,9 @@ class TrainConfig:
     """Device to train on: auto, cpu, cuda or cuda:N."""
     workers: int = 0
     """Processes that prepare batches ahead."""
+    compile: bool | None = None
+    """Compile what the model's blocks compute around attention: faster steps, but the first ones take a minute longer.
+    By default on GPUs where Triton is installed."""
 
     # Sparse attention.
     sparse: bool = True
@@ -79,8 +82,9 @@ class TrainConfig:
     """How sparsify decides."""
 
     # Looking and keeping.
-    validate_every: int = 200
-    """Steps between validation losses."""
+    validate_every: int | None = None
+    """Steps between validation losses; by default at least 200, and so many that they take 1 % of the time at most, and
+    one after the last step."""
     validation_clips: int = 4
     """Clips that validation is measured on."""
     checkpoint_every: int = 200
@@ -95,7 +99,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         counts = ("frames", "height", "width", "stride", "steps", "batch", "validate_every", "checkpoint_every", "keep")
         for name in (*counts, "validation_clips"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"val_fraction is the part held out, between 0 and 1, got {self.val_fraction}")
