@@ -480,9 +480,23 @@ def test_training_free_generation_teaches_in_its_first_steps() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert handle.policy.computed == {"dense": 2 * 8 * 2, "sparse": 2 * 3 * 2, "random": 0}
     assert handle.policy.learners[0].tuned > 8
+    assert torch.equal(clips[0], clips[1])  # nothing of the first is used in the second
+    learned = handle.policy.learners[0].predictor
+    assert torch.equal(handle.policy.predictor(0).a, learned.a)  # it is what chooses
     handle.remove()
     exact = generate(model, clip(0), steps=6)
     assert (clips[0] - exact).norm() / exact.norm() < 0.02
+
+
+def test_training_free_steps_count_from_where_a_model_begins() -> None:
+    """The second of a pipeline's two transformers begins in the middle."""
+    model = make_model().eval()
+    handle = sparsify(model, SparsityConfig(budget=0.4, training_free_steps=2, force=True))
+    for step in (7, 8, 9, 10, 5, 6, 7):  # and a generation that begins at step 5, as strength does
+        handle.installed.set_context(step=step)
+        with torch.no_grad():
+            model(clip(step), torch.tensor([0.5]))
+    assert handle.policy.computed == {"dense": 2 * 4, "sparse": 2 * 3, "random": 0}
 
 
 def test_training_free_steps_are_those_of_the_pipeline_where_it_tells_them() -> None:

@@ -18,6 +18,7 @@ from foveate.held.places import ADVICE, Place, place
 from foveate.held.split import Split, telling
 from foveate.held.team import Team
 from foveate.held.tracker import RUNNING, Branch, Forward, Request, Tracker, input_names, read_inputs
+from foveate.models import adapters
 from foveate.parallel.comm import TRAFFIC
 
 log = logging.getLogger("foveate")
@@ -110,8 +111,11 @@ class Watched:
         name = said((self._key, "name"), "")
         forward = self._tracker.begin(name, self.number, where, inputs, self._guidance())
         try:
-            if self.team is not None and forward.request.step == -1:
-                self.team.check(forward)
+            if forward.request.step == -1:
+                if (found := self._installed()) is not None:
+                    found.restart()
+                if self.team is not None:
+                    self.team.check(forward)
             answer = self._mode.decide(forward, self._guidance())
             if answer is None and self.split is not None:
                 given = self.split.waiting(forward)
@@ -135,7 +139,9 @@ class Watched:
         if self.split is not None and other is not None:
             forward.request.split = True
             running, args, kwargs = self.split.mine(forward, other)
-        told = ExitStack()
+        told, where = ExitStack(), running.place
+        if (found := self._installed()) is not None:  # whose policy may go by the step, which many pipelines do not say
+            told.enter_context(found.telling(where.step, where.branch, where.sigma))
         told.enter_context(saying(RUNNING, running))
         told.enter_context(telling(self.around, running, forward))
         return Call(forward, args, kwargs, running, other, TRAFFIC.total, told)
@@ -160,6 +166,12 @@ class Watched:
             self.split.remember(forward)
         if forward.place.steps == forward.place.step + 1:
             self._finished(forward.request)
+
+    def _installed(self) -> adapters.Installed | None:
+        try:
+            return adapters.installed(self.module)
+        except ValueError:
+            return None
 
     def _place(self, time: Any) -> Place | None:
         during = said((self._key, "during"))

@@ -10,7 +10,7 @@ import inspect
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -162,6 +162,18 @@ class Installed:
         the pipeline gives them. foveate's own `generate` does the same with the built-in model.
         """
         self._context.where = step, branch, sigma
+
+    def telling(self, step: int, branch: str, sigma: float) -> AbstractContextManager:
+        """For the length of a `with`, in this thread: what `set_context` says, whatever pipelines say outside."""
+        return self._context.during(step, branch, sigma)
+
+    def restart(self) -> None:
+        """The next forward is the first of a generation, for policies that learn from its first steps."""
+        policy: Any = self.policy
+        while policy is not None:
+            if hasattr(policy, "restart"):
+                policy.restart()
+            policy = getattr(policy, "inner", None)
 
     def remove(self) -> None:
         """Put the model back as it was, with its original processor objects. A second call does nothing."""

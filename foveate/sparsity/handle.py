@@ -93,7 +93,8 @@ class Handle:
         self.search = Search(shape, fixed=config.tile_shape != "auto" or config.training_free_steps > 0)
         self.installed.tile_shape = shape
         self._copies = list[Callable[[], adapters.Installed | None]]()
-        self.policy.freeze()
+        if not config.training_free_steps:  # what its dense steps teach is used at once
+            self.policy.freeze()
         self.tracks: dict[int, Track] = {}
         self._model, self._costs = model, costs
         self._probe = Probe(model, self.policy, self._before_forward)
@@ -520,7 +521,8 @@ class Handle:
         )  # fmt: skip
 
     def restart(self) -> None:
-        """Training-free inference: the next forward is the first of a new generation, and is dense and teaches."""
+        """Training-free inference: the next forward is the first of a new generation, is dense and teaches; what the
+        last one taught is forgotten. Under `reuse` new requests are noticed without it."""
         self.policy.restart()
 
     def state_dict(self) -> dict[str, Any]:

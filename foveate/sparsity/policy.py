@@ -334,8 +334,11 @@ class Sparse:
         self.freeze()
 
     def restart(self) -> None:
-        """The next call of this thread is the first of a generation: `free_steps` count from it."""
-        self._here.calls = {}
+        """The next call of this thread is the first of a generation: `free_steps` count from it, and in a training-free
+        run nothing of the last one is used, so that a generation does not depend on those before it."""
+        self._here.calls, self._here.span = {}, None
+        if self.free_steps:
+            self.learners = [self._make(learner.moments.cq.device) for learner in self.learners]
 
     @contextmanager
     def using(self, mode: str, *, learning: bool = False) -> Iterator[None]:
@@ -390,8 +393,13 @@ class Sparse:
         """Whether this is one of the dense calls that begin a training-free generation."""
         if not self.free_steps or self._profiles is not None:
             return False
-        if layer.step is not None:
-            return layer.step < self.free_steps
+        if layer.step is not None:  # counted from where this generation, or this one of a pipeline's two models, began
+            first, last = getattr(self._here, "span", None) or (layer.step, layer.step)
+            if layer.step < last:
+                self.restart()
+                first = layer.step
+            self._here.span = first, layer.step
+            return layer.step - first < self.free_steps
         calls = self._here.__dict__.setdefault("calls", {})
         calls[layer.index] = calls.get(layer.index, 0) + (not again)
         return calls[layer.index] <= self.free_steps
