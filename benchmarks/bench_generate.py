@@ -172,6 +172,7 @@ def every_candidate(steps: int, quick: bool, ready: Prepared) -> list[Method]:
         *methods.fixed(methods.INTERVALS),
         *methods.by_quality((0.98, 0.96, 0.93, 0.9, 0.99, 0.85, 0.8, 0.7), (0.97, 0.93, 0.9, 0.85, 0.8, 0.7)),
         *methods.variants(), *methods.scheduled(ready.plan, SHARES), *methods.parts(ready.plan),
+        *methods.nodes(methods.INTERVALS),
         *methods.sea((0.1, 0.2, 0.35, 0.6)), *methods.mag(ready.ratios, (0.03, 0.06, 0.12, 0.24), (2, 4)),
         *methods.first_block((0.01, 0.02, 0.03, 0.05, 0.08)), *methods.taylorseer((2, 3, 4, 5)),
         *methods.pab((2, 3, 4), ((100, 800), (0, 950))), *methods.cache_dit((0.02, 0.04, 0.07, 0.12), steps=steps),
@@ -183,7 +184,7 @@ def divided(found: list[Method], file: Path | None) -> tuple[list[Method], list[
     """Settings that need no choosing, as an earlier run chose them or as all are reported, and the rest."""
     before = [] if file is None else json.loads(file.read_text())["results"]
     names, families = {(x["family"], x["setting"]) for x in before}, {x["family"] for x in before}
-    always = "foveate schedule", methods.PARTS
+    always = "foveate schedule", methods.PARTS, methods.NODES
     settled = [one for one in found if one.family in always or (one.family, one.setting) in names]
     if file is not None:  # ours has changed since, and its settings are few
         settled += [one for one in found if one.family == "foveate" and one not in settled]

@@ -23,6 +23,7 @@ import generation_ditango
 import foveate as fv
 
 PARTS = "parts of foveate"
+NODES = "states, near fresh"
 INTERVALS = (2, 3, 4, 6)  # between anchors, for comparisons at equal fresh work
 WARMUP = 5  # first steps of ours and of every peer that has such a setting
 Install = Callable[[Any], AbstractContextManager[Any]]  # given a pipeline; what it enters is our handle or None
@@ -99,6 +100,14 @@ def scheduled(plan: "fv.Calibration | None", shares: tuple[float, ...]) -> list[
 
 def reuse_planned(plan: "fv.Calibration", share: float, **settings: Any) -> Install:
     return lambda pipe: fv.reuse(pipe, fv.ReuseConfig(schedule=plan.schedule(share), **settings))
+
+
+def nodes(intervals: tuple[int, ...]) -> list[Method]:
+    """Two nodes: keys of the own node fresh at every step, those of the other at anchors only.
+
+    What crosses the link between nodes is what it is where whole layers, or outputs, are held at the same interval.
+    """
+    return [Method(NODES, f"every {n}", states(interval=n, groups=2, local="fresh")) for n in intervals]
 
 
 def parts(plan: "fv.Calibration | None") -> list[Method]:
