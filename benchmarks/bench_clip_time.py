@@ -1,4 +1,4 @@
-"""How long a clip takes: Wan-1.3B's shape at 720p x 81 frames, exact with the fastest kernel and compiled, and by plans.
+"""How long a clip takes: Wan-1.3B's shape at 720p x 81 frames, exact with the fastest kernel, compiled, and by plans.
 
     python benchmarks/bench_clip_time.py [--out DIR] [--grid 21 45 80] [--layers 30] [--steps 50] [--seconds 95]
 
@@ -8,8 +8,8 @@ attention, and its sparse calls; steps that `reuse` holds. A clip is their sum o
 judged by a video, so plans are given as a number of computed steps, which docs/reuse.md pairs with fidelity on a
 trained model. A short loop with reuse is timed whole beside its own sum. Text encoder and decoder are not timed.
 
-A gate comes first: all exact variants agree, and sparse attention that keeps everything is exact; or the exit code is 1.
-The last line printed is JSON.
+A gate comes first: all exact variants agree, and sparse attention that keeps everything is exact; or the exit code is
+1. The last line printed is JSON.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def variants(clock: Clock) -> dict[str, Callable[[], Any]]:
         return blocks_compiled(clock.model)
 
     def cudnn() -> Any:
-        return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+        return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True)
 
     return {
         "foveate's dense kernel, compiled": stacked(ours, compiled), "cuDNN, compiled": stacked(cudnn, compiled),

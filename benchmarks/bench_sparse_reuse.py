@@ -80,8 +80,8 @@ def method(family: str, quality: float, budget: float | None) -> Method:
         if sparse is not None:
             sparse.remove()
 
-    parts = [f"quality {quality:g}"] * (quality < 1) + [f"{budget:.0%} kept"] * (budget is not None)
-    return Method(family, ", ".join(parts), install)
+    parts = "" if quality == 1 else f"quality {quality:g}", "" if budget is None else f"{budget:.0%} kept"
+    return Method(family, ", ".join(filter(None, parts)), install)
 
 
 def methods() -> list[Method]:
@@ -117,9 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
         bench = Bench(tiny_wan.load(device=device), options.steps, shape, counter)
         exact = bench.judge(method("exact", 1.0, None), prompts, seeds)
         gate = bench.judge(method("gate", 1.0, 1.0), prompts, seeds)
-        green = (
-            min(exact.psnr) >= GATE_DB and min(gate.psnr) >= GATE_DB and exact.attention == bench.whole(len(prompts))
-        )
+        green = min(*exact.psnr, *gate.psnr) >= GATE_DB and exact.attention == bench.whole(len(prompts))
         for one in methods() if green else []:
             if time.monotonic() > end:
                 left_out.append(one.name)
