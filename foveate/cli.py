@@ -1,6 +1,5 @@
 """The command line. Bad input ends with exit code 2 and a sentence that says what to do."""
 
-import argparse
 import errno
 import json
 import logging
@@ -17,6 +16,8 @@ from rich.console import Console
 
 import foveate
 from foveate import flags
+from foveate.finetune.config import FinetuneConfig
+from foveate.finetune.encode import EncodeConfig
 from foveate.generation.config import GenerateConfig
 from foveate.training.machine import refuse_many_processes
 from foveate.training.plan import PlanConfig
@@ -86,6 +87,61 @@ def train(
     word = "interrupted, saved" if trainer.interrupted else "done"
     console.print(f"{word} at step {trainer.step}: {config.out / 'model.safetensors'}")
     return 128 + trainer.interrupted if trainer.interrupted else 0
+
+
+def encode(config: Annotated[EncodeConfig, tyro.conf.arg(name="")], file: File = None) -> int:
+    """Encode clips and captions by a diffusers pipeline's VAE and text encoder, once, for `train --model`.
+
+    Under torchrun, or with --workers, processes share the work. The same command again goes on where it was.
+
+    Args:
+        config: Every dial of the encoding.
+        file: YAML or JSON file of these flags; flags beside it win.
+    """
+    from foveate.finetune.encode import encode
+    from foveate.finetune.progress import watch_encoding
+
+    with watch_encoding(messages) as say:
+        samples, skipped = encode(config, say)
+    for name, reason in skipped:
+        messages.print(f"skipped {name}: {reason}")
+    what = f"{samples} samples in {config.out}" if samples else f"this part is done; {config.out} is not complete yet"
+    console.print(f"{what}, {len(skipped)} skipped" if samples else what)
+    return 0
+
+
+def finetune(
+    config: Annotated[FinetuneConfig, tyro.conf.arg(name="")],
+    resume: bool = False,
+    overwrite: bool = False,
+    allow_change: tuple[str, ...] = (),
+    file: File = None,
+) -> int:
+    """Train a diffusers pipeline's transformer on what `foveate encode` wrote: LoRA or all weights, on one GPU or many.
+
+    Args:
+        config: Every dial of the run.
+        resume: Continue the run in --out from its newest checkpoint, with its own configuration.
+        overwrite: Replace the run that --out holds.
+        allow_change: With --resume, dials that may differ from the run's own although they make another run of it.
+        file: YAML or JSON file of these flags; flags beside it win.
+    """
+    from foveate.finetune.loop import Finetuner
+    from foveate.training import folder
+    from foveate.training.progress import watch
+
+    if resume and overwrite:
+        raise ValueError("--resume goes on with a run, --overwrite replaces it: give one of them")
+    folder.check(config.out, resume=resume, overwrite=overwrite)
+    with watch(messages, "train", config.steps) as show:
+        tuner = Finetuner(config, on_step=show)
+        if resume:
+            tuner.resume(allow=allow_change)
+        tuner.fit(overwrite=overwrite)
+    if tuner.rank == 0:
+        word = "interrupted, saved" if tuner.interrupted else "done"
+        console.print(f"{word} at step {tuner.step}: {config.out / ('lora' if config.lora else tuner.part)}")
+    return 0
 
 
 def generate(
@@ -227,15 +283,7 @@ def plan(
     return 0
 
 
-COMMANDS = {
-    "demo": demo,
-    "train": train,
-    "generate": generate,
-    "calibrate": calibrate,
-    "report": report,
-    "doctor": doctor,
-    "plan": plan,
-}
+COMMANDS = {command.__name__: command for command in (demo, encode, train, generate, calibrate, report, doctor, plan)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -271,20 +319,30 @@ def run(words: list[str]) -> int:
     commands: dict[str, Any] = dict(COMMANDS)
     if words and words[0] in COMMANDS:
         words = [words[0], *flags.expand(words[1:])]
-    if words[:1] == ["train"] and (saved := resumed(words[1:])) is not None:
-        commands["train"] = partial(train, config=saved)
+    if words[:1] == ["train"]:
+        kind = train if trains_built_in(words[1:]) else finetune
+        saved = resumed(words[1:], kind)
+        commands["train"] = kind if saved is None else partial(kind, config=saved)
     return tyro.extras.subcommand_cli_from_dict(commands, args=words, prog="foveate", description=ABOUT)
 
 
-def resumed(words: list[str]) -> TrainConfig | None:
+def trains_built_in(words: list[str]) -> bool:
+    """Whether `train` is for the built-in model: no --model FOLDER is given, nor a run of one resumed."""
+    known = flags.known(words, model=None, out=None)
+    if known.model is not None or known.out is None:
+        return known.model is None
+    from foveate.training.folder import trains_a_pipeline
+
+    return not trains_a_pipeline(Path(known.out))
+
+
+def resumed(words: list[str], command: Any) -> Any:
     """The configuration of the run that `train --resume` goes on with: flags then name only what changes."""
     from foveate.training.folder import load_config
 
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--resume", action="store_true")
-    known, _ = parser.parse_known_args(words)
-    return load_config(known.out) if known.resume and known.out else None
+    known = flags.known(words, out=None, resume=False)
+    kind = TrainConfig if command is train else FinetuneConfig
+    return load_config(Path(known.out), kind) if known.resume and known.out else None
 
 
 class Messages(logging.Handler):

@@ -1,9 +1,24 @@
 """Flags from a file: `--config run.yaml` beside flags, which win."""
 
+import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def known(arguments: Sequence[str], **defaults: Any) -> argparse.Namespace:
+    """These flags alone, as text (or whether they are given, where the default is a bool), before all are parsed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, default in defaults.items():
+        if isinstance(default, bool):
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", default=default)
+    try:
+        return parser.parse_known_args(list(arguments))[0]
+    except argparse.ArgumentError:  # a flag without its value: the parser of all flags says so
+        return argparse.Namespace(**defaults)
 
 
 def expand(arguments: Sequence[str]) -> list[str]:

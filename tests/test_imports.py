@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "foveate"
-ORDER = ["kernels", "tiles", "attention", "models", "sparsity", "parallel", "held", "training", "generation", "cli"]
+ORDER = [
+    "kernels",
+    "tiles",
+    "attention",
+    "models",
+    "sparsity",
+    "parallel",
+    "held",
+    "training",
+    "generation",
+    "finetune",
+    "cli",
+]
 LEAVES = {
     "costs",
     "data",

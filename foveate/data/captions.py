@@ -4,6 +4,8 @@ A line ends at a line feed and nowhere else: captions may hold any other charact
 or UTF-16 and UTF-32 as `json` detects them; with or without byte order marks, also inside (joined files).
 """
 
+import csv
+import io
 import json
 import mimetypes
 import os
@@ -16,38 +18,69 @@ from pathlib import Path
 from foveate.data.files import File, Listing, Skip, file_of, unreadable
 
 CAPTIONS = "captions.jsonl"
+COLUMNS = (("file", "path", "video", "file_name", "filename"), ("caption", "text", "prompt"))
 MISSING = "has a caption but no video file"
 
 
-def read(root: Path, listing: Listing) -> tuple[list[File], list[Skip]]:
-    """The files that `root`/captions.jsonl names, sorted by name, and what is wrong with the rest of both.
+def read(root: Path, listing: Listing, table: Path | None = None) -> tuple[list[File], list[Skip]]:
+    """The files that a table, `root`/captions.jsonl by default, names, sorted by name, and what is wrong with the rest.
 
+    table: .jsonl, or .csv and .tsv with a column for the file and one for the caption (`COLUMNS`).
     Raises ValueError where it cannot be read.
     """
+    table = table or root / CAPTIONS
     files: dict[str, File] = {}
     skipped: list[Skip] = []
     find = _finder(root)
     try:
-        data = (root / CAPTIONS).read_bytes()
+        data = table.read_bytes()
     except OSError as error:
-        raise ValueError(f"{root / CAPTIONS} cannot be read: {error.strerror}; mend or remove it") from error
-    for number, line in _lines(data):
-        name, caption, reason = _row(line)
+        raise ValueError(f"{table} cannot be read: {error.strerror}; mend or remove it") from error
+    rows = _cells(table, data) if table.suffix.lower() in (".csv", ".tsv") else _rows(data)
+    for number, name, caption, reason in rows:
         found = None
         if not reason:
             found, reason = find(name, caption)
         if found is not None and found.real in files:
             reason = "has a second caption; the first is used"
         if reason:
-            here = f"{CAPTIONS} line {number}"
+            here = f"{table.name} line {number}"
             skipped.append((found.name if found else name, f"{reason} ({here})") if name else (here, reason))
         elif found is not None:
             files[found.real] = found
     for file in listing.files:
         if file.real not in files:
             kind = "image" if (mimetypes.guess_type(file.name)[0] or "").startswith("image/") else "video"
-            skipped.append((file.name, f"{kind} without a caption in {CAPTIONS}"))
+            skipped.append((file.name, f"{kind} without a caption in {table.name}"))
     return sorted(files.values(), key=lambda file: file.name), skipped
+
+
+def _rows(data: bytes) -> Iterator[tuple[int, str, str, str]]:
+    """(number, file, caption, what is wrong) of the lines of a .jsonl."""
+    for number, line in _lines(data):
+        yield number, *_row(line)
+
+
+def _cells(table: Path, data: bytes) -> Iterator[tuple[int, str, str, str]]:
+    """The same of a .csv or .tsv with a header. ValueError where no column of it names files or captions."""
+    text = data.decode(json.detect_encoding(data[:4]), errors="backslashreplace").lstrip("\ufeff")
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if table.suffix.lower() == ".tsv" else ",")
+    columns = {name.strip().lower(): name for name in reader.fieldnames or () if name}
+    chosen = [next((columns[name] for name in names if name in columns), None) for names in COLUMNS]
+    if None in chosen:
+        wanted = " and ".join(f"one of {', '.join(names)}" for names in COLUMNS)
+        raise ValueError(f"the header of {table} needs {wanted}; it has {', '.join(columns) or 'nothing'}")
+    try:
+        for row in reader:
+            name, caption = ((row[column or ""] or "").strip() for column in chosen)
+            yield (
+                reader.line_num,
+                name,
+                caption,
+                "" if name and caption else "empty caption" if name else "no file name",
+            )
+    except csv.Error as error:
+        yield reader.line_num, "", "", f"not {table.suffix[1:].upper()}: {error}"
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, str | bytes]]:

@@ -31,12 +31,14 @@ def read(
     exclude: Sequence[str] = (),
     leave_out: Sequence[Path] = (),
     classes: Sequence[str] | None = None,
+    table: Path | None = None,
 ) -> Folder:
     """What `root` holds. `exclude` are names, `leave_out` folders whose files are left out wherever they are met.
+    `table` is a file of names and captions (`captions.read`), in place of captions.jsonl.
 
     Raises ValueError when `root` is no folder, or its captions or class folders do not serve.
     """
-    files, folders, skipped, quiet = _files(root)
+    files, folders, skipped, quiet = _files(root, table)
     for other in leave_out:
         if root.resolve().is_relative_to(other.resolve()):
             raise ValueError(f"{root} lies in {other}, whose files are not to be trained on; give another folder")
@@ -50,7 +52,7 @@ def read(
     measured = index.measure(root, files)
     pairs = [(file, clip) for file, clip in zip(files, measured, strict=True) if isinstance(clip, Clip)]
     skipped += [(file.name, clip) for file, clip in zip(files, measured, strict=True) if isinstance(clip, str)]
-    if not os.path.lexists(root / captions.CAPTIONS):
+    if table is None and not os.path.lexists(root / captions.CAPTIONS):
         pairs, found, more = _classes(pairs, folders, classes)
         skipped += more
     else:
@@ -58,14 +60,14 @@ def read(
     return Folder([clip for _, clip in pairs], [file.identity for file, _ in pairs], found, skipped, quiet)
 
 
-def _files(root: Path) -> tuple[list[File], list[str], list[Skip], list[Skip]]:
+def _files(root: Path, table: Path | None = None) -> tuple[list[File], list[str], list[Skip], list[Skip]]:
     """The files that a folder names as clips, its folders, and what its layout already rules out."""
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give a folder of video files")
     listing = walk(root)
-    if not os.path.lexists(root / captions.CAPTIONS):
+    if table is None and not os.path.lexists(root / captions.CAPTIONS):
         return listing.files, listing.folders, listing.skipped, listing.quiet
-    files, skipped = captions.read(root, listing)
+    files, skipped = captions.read(root, listing, table)
     return files, listing.folders, listing.skipped + skipped, listing.quiet
 
 

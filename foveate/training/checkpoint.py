@@ -33,7 +33,7 @@ def save(root: Path, step: int, parts: Mapping[str, Mapping[str, Tensor]], state
             whole = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
             save_tensors(partial / f"{name}.safetensors", whole)
         (partial / "state.json").write_text(json.dumps(state, indent=1))
-        _flush(partial)
+        flush(partial)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
     except (OSError, SafetensorError) as error:
@@ -53,7 +53,7 @@ def last(root: Path) -> str:
     return f"the last good checkpoint is {root / f'{PREFIX}{known[-1]:06d}'}" if known else "there is no checkpoint yet"
 
 
-def _flush(folder: Path) -> None:
+def flush(folder: Path) -> None:
     """Files reach the disk before the rename does."""
     for file in folder.iterdir():
         handle = os.open(file, os.O_RDONLY)

@@ -11,10 +11,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from foveate.training.recipes import TrainConfig
 
@@ -109,26 +109,45 @@ def list_skipped(out: Path, skipped: Sequence[tuple[str, str]]) -> None:
         log.info("%d files of the data are not used: %s says why", len(skipped), out / SKIPPED)
 
 
-def load_config(out: Path) -> TrainConfig:
+class Config(Protocol):
+    """What a run's folder has to know of a configuration. MAY_CHANGE: dials beside those here that may."""
+
+    @property
+    def out(self) -> Path: ...
+    def to_dict(self) -> dict[str, Any]: ...
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Any: ...
+
+
+def load_config(out: Path, kind: type[Config] = TrainConfig) -> Any:
     """The configuration of the run in `out`, to be resumed there. ValueError where there is none."""
     file = out / CONFIG
     if not file.is_file():
         raise ValueError(f"{out} holds no run to resume: there is no {CONFIG} in it; train without --resume first")
-    return TrainConfig.from_dict({**json.loads(file.read_text()), "out": str(out)})
+    return kind.from_dict({**json.loads(file.read_text()), "out": str(out)})
 
 
-def changes(config: TrainConfig, allow: Sequence[str] = ()) -> list[str]:
+def trains_a_pipeline(out: Path) -> bool:
+    """Whether the run in `out` trains a diffusers pipeline, not the built-in model."""
+    try:
+        return isinstance(json.loads((out / CONFIG).read_text()).get("model"), str)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def changes(config: Config, allow: Sequence[str] = ()) -> list[str]:
     """What differs between a configuration and that of the run it resumes, each as `name: before -> now`.
 
     Raises ValueError naming the flags that would make another run of it and are not in `allow`.
     """
-    before, now = (_flat(found.to_dict()) for found in (load_config(config.out), config))
+    before, now = (_flat(found.to_dict()) for found in (load_config(config.out, type(config)), config))
     unknown = sorted(set(allow) - set(now))
     if unknown:
         raise ValueError(f"there is no dial {', '.join(unknown)} that could change; there are {', '.join(now)}")
     differ = [name for name in now if before.get(name) != now[name]]
     lines = {name: f"{name}: {before.get(name)} -> {now[name]}" for name in differ}
-    refused = [name for name in differ if name not in MAY_CHANGE and name not in allow]
+    may = MAY_CHANGE | getattr(type(config), "MAY_CHANGE", set())
+    refused = [name for name in differ if name not in may and name not in allow]
     if refused:
         flags = ", ".join(f"--{name.replace('_', '-')} ({lines[name]})" for name in refused)
         raise ValueError(

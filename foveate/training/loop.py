@@ -9,10 +9,8 @@ import json
 import logging
 import math
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +29,7 @@ from foveate.training.flow import Batch, Batches, Conditions, fixed_batches, los
 from foveate.training.machine import compiles, pick_device, refuse_many_processes
 from foveate.training.recipes import TrainConfig, as_json
 from foveate.training.record import Events, measured, sample
+from foveate.training.signals import noted
 from foveate.training.text import embed_captions
 
 log = logging.getLogger("foveate")
@@ -106,7 +105,7 @@ class Trainer:
             "validation losses every %d steps: about %.1f %% of the time; sparsify: %.0f %% at most",
             self.validate_every, 100 * self._validating, 100 * cadence.SHARE,
         )  # fmt: skip
-        with folder.claimed(out, overwrite=overwrite), self._signals():
+        with folder.claimed(out, overwrite=overwrite), noted(self):
             (out / folder.CONFIG).write_text(json.dumps(config.to_dict(), indent=1))
             folder.list_skipped(out, self.clips.skipped)
             history = folder.rows(out / folder.HISTORY)
@@ -291,25 +290,6 @@ class Trainer:
             self.handle.load_state_dict(checkpoint.join(parts["sparsity"], state["sparsity"]))
         self.step = state["step"]
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM lets the step finish and saves; a second one does what it did before."""
-        if threading.current_thread() is not threading.main_thread():
-            log.info("training runs outside the main thread: signals are the caller's, who may call stop()")
-            yield
-            return
-
-        def note(number: int, frame: object) -> None:
-            self.interrupted = number
-            signal.signal(number, before[signal.Signals(number)])
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _precision(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
@@ -375,8 +355,8 @@ def _text(config: TrainConfig, captions: set[str], text: Mapping[str, Tensor] | 
     return text
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then a cosine down to `decay_to`."""
+def learning_rate(config: Any, step: int) -> float:
+    """Linear warm-up, then a cosine down to `decay_to`; by a configuration's dials of these names."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     done = (step - config.warmup) / max(1, config.steps - config.warmup)

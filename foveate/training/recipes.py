@@ -116,7 +116,7 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON. Paths are absolute: a run may be resumed from another folder."""
-        return as_json(asdict(self, dict_factory=lambda pairs: {k: _absolute(v) for k, v in pairs}))
+        return as_json(asdict(self, dict_factory=lambda pairs: {k: absolute(v) for k, v in pairs}))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TrainConfig":
@@ -141,7 +141,7 @@ def as_json(values: dict) -> dict:
     return json.loads(json.dumps(values))
 
 
-def _absolute(value: Any) -> Any:
+def absolute(value: Any) -> Any:
     return os.path.abspath(value) if isinstance(value, Path) else value
 
 

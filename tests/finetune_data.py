@@ -1,0 +1,68 @@
+"""A tiny saved Wan pipeline with its own text encoder and tokenizer, and clips to fine-tune it on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from foveate.data import write_mp4
+
+
+def tokenizer() -> Any:
+    """Letters as tokens."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["<pad>", "</s>", "<unk>", *map(chr, range(97, 123))]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=64
+    )
+
+
+def wan(folder: Path) -> Path:
+    """Saves a WanPipeline of some thousand weights."""
+    import diffusers
+    import transformers
+
+    torch.manual_seed(0)
+    shape = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    encoder = transformers.UMT5EncoderModel(transformers.UMT5Config(vocab_size=32, **shape))
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.1] * 4, latents_std=[0.9] * 4
+    )
+    transformer = diffusers.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, num_layers=2, text_dim=16,
+        freq_dim=16, ffn_dim=64, rope_max_seq_len=32,
+    )  # fmt: skip
+    for parameter in transformer.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    scheduler = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    pipe = diffusers.WanPipeline(
+        tokenizer=tokenizer(), text_encoder=encoder, vae=vae, scheduler=scheduler, transformer=transformer
+    )
+    pipe.save_pretrained(folder)
+    return folder
+
+
+def clips(folder: Path, count: int = 6) -> Path:
+    """Moving stripes, landscape and portrait in turns, with captions; one file that is no film."""
+    folder.mkdir()
+    rows = []
+    for i in range(count):
+        height, width = ((64, 96), (96, 64))[i % 2]
+        t, y, x = np.meshgrid(range(12), range(height), range(width), indexing="ij")
+        video = (127 + 120 * np.sin(0.2 * (i + 1) * (x + y) / 3 + t)).astype(np.uint8)
+        write_mp4(folder / f"{i}.mp4", np.stack([video, video, 255 - video], -1), 12)
+        rows.append({"file": f"{i}.mp4", "caption": "stripes that move " + "very " * i + "fast"})
+    (folder / "broken.mp4").write_bytes(b"no film")
+    rows.append({"file": "broken.mp4", "caption": "nothing"})
+    (folder / "captions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

@@ -1,0 +1,306 @@
+"""`foveate encode`, `foveate train --model`: a tiny saved Wan pipeline from clips to plain diffusers."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("diffusers", reason="needs diffusers: pip install 'foveate[diffusers]'")
+
+import diffusers
+import finetune_data
+from tiny_pipelines import call, made
+
+from foveate import cli
+from foveate.finetune import encode as encoding
+from foveate.finetune import families
+from foveate.finetune.config import FinetuneConfig
+from foveate.finetune.encode import EncodeConfig, Encoder, Unit, encode, pixels
+from foveate.finetune.encoded import Encoded, Order, deal
+from foveate.finetune.loop import Finetuner
+from foveate.finetune.noising import Diffusion, Flow, noising
+from foveate.sparsity.config import SparsityConfig
+
+SIZES = ("9x64x96", "9x96x64")
+SOON = SparsityConfig(budget=0.5, warmup=2, learn_from=1, force=True)
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The pipeline, the clips, and their encoding, begun by the command line, killed in the second shard of three."""
+    root = tmp_path_factory.mktemp("finetune")
+    found = SimpleNamespace(model=finetune_data.wan(root / "wan"), clips=finetune_data.clips(root / "clips"))
+    found.encoded, found.root = root / "encoded", root
+    words = ["encode", "--model", str(found.model), "--data", str(found.clips), "--out", str(found.encoded)]
+    found.words = [*words, "--sizes", *SIZES, "--shard", "2", "--dtype", "float32"]
+    real, shots = encoding.pixels, []
+
+    def dies(unit: Unit, stride: int) -> torch.Tensor:
+        shots.append(unit)
+        if len(shots) == 4:
+            raise KeyboardInterrupt
+        return real(unit, stride)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "pixels", dies)
+        with pytest.raises(KeyboardInterrupt):
+            cli.run(found.words)
+    first = found.encoded / "shard-00000.safetensors"
+    found.killed = sorted(p.name for p in found.encoded.iterdir()), first.stat().st_mtime_ns
+    assert cli.run(found.words) == 0
+    found.kept = first.stat().st_mtime_ns
+    return found
+
+
+def test_a_killed_encoding_loses_one_shard_and_says_what_it_left_out(home: SimpleNamespace) -> None:
+    names, when = home.killed
+    assert names == ["empty.safetensors", "encode.json", "shard-00000.safetensors"]
+    assert home.kept == when
+    [left] = [json.loads(line) for line in (home.encoded / "skipped.jsonl").read_text().splitlines()]
+    assert left["clip"] == "broken.mp4"
+    rows = Encoded(home.encoded).rows
+    assert [row["clip"] for row in rows] == ["0.mp4", "2.mp4", "4.mp4", "1.mp4", "3.mp4", "5.mp4"]
+    assert {tuple(row["shape"]) for row in rows} == {(4, 3, 8, 12), (4, 3, 12, 8)}
+
+
+def test_what_is_encoded_is_what_the_pipeline_gives_its_transformer(home: SimpleNamespace) -> None:
+    pipe = diffusers.WanPipeline.from_pretrained(home.model)
+    data = Encoded(home.encoded)
+    config = EncodeConfig(model=home.model, data=home.clips, out=home.encoded, sizes=SIZES)
+    unit = encoding.gather(config).units[1]
+    sample = data.batch([1], families.text_length(families.examine(home.model)))
+    with torch.no_grad():
+        z = pipe.vae.encode(pixels(unit, 1)[None]).latent_dist.mode()
+        text, none = pipe.encode_prompt(data.rows[1]["caption"], "", max_sequence_length=512)
+    torch.testing.assert_close(sample.latents, (z - 0.1) / 0.9)
+    torch.testing.assert_close(sample.text, text)
+    torch.testing.assert_close(data.batch([1], 512, [True]).text, none)
+    assert int(sample.mask.sum()) == data.rows[1]["text_tokens"] == len(data.rows[1]["caption"]) + 1
+
+
+def test_encoding_again_elsewhere_or_otherwise(home: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
+    """Two processes make the same files; another size into the same folder, and odd flags, are refused by code 2."""
+    table = home.clips / "some.csv"
+    table.write_text("path,text\n" + "".join(f'{i}.mp4,"stripes, {i}"\n' for i in range(3)) + "none.mp4,x\n")
+    config = EncodeConfig(
+        model=home.model, data=table, out=tmp_path / "two", sizes=SIZES, shard=1, dtype="float32", windows=2, stride=1
+    )
+    for number in (1, 0):
+        Encoder(config, number, 2).run()
+    samples, skipped = encode(config)
+    table.unlink()
+    assert samples == 3
+    assert ("none.mp4", "has a caption but no video file (some.csv line 5)") in skipped
+    one = load_file(home.encoded / "shard-00000.safetensors")["latents.0"]
+    assert torch.equal(load_file(tmp_path / "two" / "shard-00000.safetensors")["latents.0"], one)
+    for words, advice in (
+        ([*home.words, "--sizes", "5x64x96"], "holds an encoding of something else"),
+        ([*home.words[:5], "--out", str(tmp_path / "a"), "--sizes", "9x60x96"], "height a multiple of 16"),
+        ([*home.words[:5], "--out", str(tmp_path / "b"), "--sizes", "big"], "frames x height x width"),
+        (["encode", "--model", str(home.clips), *home.words[3:]], "no diffusers pipeline"),
+        (["train", *home.words[1:5], "--out", str(tmp_path / "c")], "foveate encode"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as left:
+            cli.main(words)
+        assert left.value.code == 2
+        assert advice in " ".join(capsys.readouterr().err.split())
+
+
+def config_of(home: SimpleNamespace, out: Path, **more: Any) -> FinetuneConfig:
+    given = {
+        "steps": 6,
+        "batch": 2,
+        "lora": 4,
+        "lr": 1e-2,
+        "validate_every": 3,
+        "checkpoint_every": 3,
+        "sparsity": SOON,
+    }
+    given |= {"val_fraction": 0.2, "validation_clips": 1, "warmup": 2}
+    return FinetuneConfig(model=home.model, data=home.encoded, out=out, **given | more)
+
+
+def run_flags(home: SimpleNamespace, out: Path, *more: str) -> list[str]:
+    words = ["train", "--model", str(home.model), "--data", str(home.encoded), "--out", str(out), "--lora", "4"]
+    words += ["--steps", "6", "--batch", "2", "--lr", "1e-2", "--validate-every", "3", "--checkpoint-every", "3"]
+    words += ["--val-fraction", "0.2", "--validation-clips", "1", "--warmup", "2", "--sparsity.budget", "0.5"]
+    return [*words, "--sparsity.warmup", "2", "--sparsity.learn-from", "1", "--sparsity.force", *more]
+
+
+def generated(pipe: Any) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    given = {"prompt": "stripes", "height": 64, "width": 96, "num_frames": 9, "guidance_scale": 1.0}
+    return call(pipe, given, steps=3)
+
+
+def test_lora_from_clips_to_plain_diffusers(home: SimpleNamespace, tmp_path: Path) -> None:
+    """Trained by the command line, stopped and resumed; the file that is left does in diffusers what it did here."""
+    out = tmp_path / "run"
+    tuner = Finetuner(config_of(home, out), on_step=lambda row: tuner.stop() if row["step"] == 4 else None)
+    part = tuner.fit()
+    assert cli.run(["train", "--resume", "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    assert cli.run(run_flags(home, tmp_path / "whole")) == 0
+    whole = [json.loads(line) for line in (tmp_path / "whole" / "history.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[:5] == part  # a stop is agreed on in the next step
+    assert [row["loss"] for row in rows] == [row["loss"] for row in whole]
+    assert [row["kept"] for row in rows] == [1, 1, 0.5, 0.5, 0.5, 0.5]
+    assert rows[5]["validation"] == whole[5]["validation"]
+
+    pipe = diffusers.WanPipeline.from_pretrained(home.model)
+    plain = generated(pipe)
+    pipe.load_lora_weights(out / "lora")
+    ours = Finetuner(config_of(home, out, steps=7))
+    ours.resume()
+    with torch.no_grad():
+        for name, weight in ours.weights.items():
+            weight.copy_(ours.ema[name])
+    assert ours.handle is not None
+    ours.handle.remove()
+    twin = diffusers.WanPipeline.from_pretrained(home.model, transformer=ours.model.eval())
+    expected, found = generated(twin), generated(pipe)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (found - plain).abs().max() > 1e-3
+
+
+def test_all_weights_are_trained_and_exported(home: SimpleNamespace, tmp_path: Path) -> None:
+    tuner = Finetuner(config_of(home, tmp_path / "run", lora=0, sparse=False, steps=2, lr=1e-3))
+    before = {name: p.detach().clone() for name, p in tuner.weights.items()}
+    tuner.fit()
+    model = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "run" / "transformer")
+    for name, p in model.named_parameters():
+        assert torch.equal(p, tuner.ema[name]), name
+        assert name.endswith("bias") or not torch.equal(p, before[name]), name
+
+
+def test_losses_are_not_those_of_another_run(home: SimpleNamespace, tmp_path: Path) -> None:
+    """A loss that is not finite changes no weight and names the checkpoint; resume refuses what makes another run."""
+    tuner = Finetuner(config_of(home, tmp_path / "run", sparse=False, steps=4, checkpoint_every=2))
+    real, calls = tuner.loss, []
+
+    def loss(forward: Any) -> torch.Tensor:
+        calls.append(forward)
+        return real(forward) * (float("nan") if len(calls) > 6 else 1.0)
+
+    tuner.loss = loss  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError, match=r"nan in step 4, .*checkpoints/step-000002"):
+        tuner.fit()
+    assert all(p.isfinite().all() for p in tuner.weights.values())
+    with pytest.raises(ValueError, match=r"--lr \(lr: 0.01 -> 0.1\)"):
+        Finetuner(config_of(home, tmp_path / "run", sparse=False, steps=4, checkpoint_every=2, lr=0.1)).resume()
+
+
+def test_an_epoch_takes_every_sample_once_and_steps_are_balanced() -> None:
+    draw = np.random.default_rng(0)
+    bucket = draw.integers(0, 5, 1001)
+    tokens = np.array([100, 400, 1600, 3000, 9000])[bucket]
+    order = Order(np.arange(1001), bucket, tokens, batch=16, micro=2, seed=3)
+    steps = [order.step(n) for n in range(order.steps)]
+    assert [order.step(n) for n in range(order.steps)] == steps
+    assert set(np.concatenate([np.ravel(step) for step in steps])) == set(range(1001))
+    assert sum(np.size(step) for step in steps) <= 1001 + 5 + 16
+    worst = []
+    for step in steps:
+        assert all(bucket[a] == bucket[b] for a, b in step)
+        cost = [2 * int(tokens[a]) for a, _ in step]
+        hands = deal(cost, 4)
+        assert sorted(i for hand in hands for i in hand) == list(range(8))
+        loads = [sum(cost[i] for i in hand) for hand in hands]
+        worst.append(max(loads) / np.mean(loads))
+    assert np.mean(worst) < 1.1  # at random it is 1.6
+    assert order.step(order.steps) != steps[0]
+
+
+@pytest.mark.parametrize("name", ["FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"])
+def test_levels_are_the_schedulers(name: str, tmp_path: Path) -> None:
+    given = {"shift": 3.0} if name.startswith("Flow") else {"use_flow_sigmas": True, "flow_shift": 3.0}
+    if not name.startswith("Flow"):
+        given["prediction_type"] = "flow_prediction"
+    scheduler = getattr(diffusers, name)(**given)
+    config = dict(scheduler.config) | {"_class_name": name}
+    flow = noising(config, tmp_path, density="uniform", bounds=(0.0, 1.0))
+    plain = torch.linspace(1, 1e-3, 11)[:-1]
+    if name.startswith("Flow"):
+        scheduler.set_timesteps(sigmas=plain.tolist())
+    else:
+        scheduler.set_timesteps(10)
+    sigmas = scheduler.sigmas[:-1]
+    torch.testing.assert_close(flow.levels(plain, 0), sigmas, rtol=1e-4, atol=1e-4)
+    assert isinstance(flow, Flow)
+    x, noise = torch.randn(2, 1, 3, 1, 1, 1).unbind(0)
+    level = sigmas[2:3]
+    noisy, t, target = flow.apply(x, noise, level)
+    assert abs(t.item() - float(scheduler.timesteps[2])) < 1.0
+    torch.testing.assert_close(noisy - level * target, x)
+    high = noising(config, tmp_path, density="logit-normal", bounds=(0.875, 1.0))
+    drawn = high.levels(torch.rand(1000), 0)
+    assert 0.874 < drawn.min() < 0.88
+    assert drawn.max() <= 1
+
+
+def test_diffusion_is_the_schedulers(tmp_path: Path) -> None:
+    scheduler = diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    config = dict(scheduler.config) | {"_class_name": "CogVideoXDDIMScheduler"}
+    found = noising(config, tmp_path, density="uniform", bounds=(0.0, 1.0))
+    assert isinstance(found, Diffusion)
+    x, noise = torch.randn(2, 3, 3, 1, 1, 1).unbind(0)
+    t = found.levels(torch.tensor([0.0, 0.5, 0.9999]), 7)
+    assert t.tolist() == [0, 500, 999]
+    noisy, given, target = found.apply(x, noise, t)
+    assert torch.equal(given, t)
+    torch.testing.assert_close(noisy, scheduler.add_noise(x, noise, t))
+    torch.testing.assert_close(target, scheduler.get_velocity(x, noise, t))
+
+
+KINDS = {
+    "wan": "WanPipeline", "wan i2v 2.1": "WanImageToVideoPipeline", "wan i2v 2.2": "WanImageToVideoPipeline",
+    "skyreels": "SkyReelsV2Pipeline", "ltx": "LTXPipeline", "ltx i2v": "LTXImageToVideoPipeline",
+    "cogvideox ddim": "CogVideoXPipeline",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_transformer_is_given_what_the_pipeline_gives_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the pipeline's second step: its latents and time go in by our hands, and the same comes out."""
+    pipe, given = made(name)
+    pipe = (
+        pipe
+        if name != "wan i2v 2.2"
+        else type(pipe)(**{k: v for k, v in pipe.components.items() if k != "transformer_2"})
+    )
+    if name == "wan i2v 2.2":
+        pipe.set_progress_bar_config(disable=True)
+    seen: list[tuple[dict[str, Any], torch.Tensor]] = []
+    hook = pipe.transformer.register_forward_hook(lambda _, args, kw, out: seen.append((kw, out[0])), with_kwargs=True)
+    call(pipe, given | {"guidance_scale": 1.0}, steps=2)
+    hook.remove()
+    kw, expected = seen[1]
+    family = next(row for row in families.TABLE if KINDS[name] in row.pipelines)
+    about = families.About(
+        Path(), KINDS[name], dict(pipe.config), {"transformer": dict(pipe.transformer.config)}, {}, family
+    )
+    noisy, time = kw["hidden_states"], kw["timestep"].flatten()[-1:]
+    more = {}
+    if "image" in KINDS[name].lower() and "wan" in name:
+        noisy, more["image"] = noisy[:, :3], noisy[:, 3:]
+        if kw.get("encoder_hidden_states_image") is not None:
+            more["image_embeds"] = kw["encoder_hidden_states_image"]
+    if "ltx" in name:
+        noisy = family.output(about, torch.empty(1, 4, *(kw[k] for k in ("num_frames", "height", "width"))), noisy)
+    if "cog" in name:
+        noisy = noisy.transpose(1, 2)
+    mask = kw.get("encoder_attention_mask", torch.ones(kw["encoder_hidden_states"].shape[:2]))
+    sample = families.Sample(noisy, kw["encoder_hidden_states"], mask.bool(), torch.tensor([25.0]), more)
+    ours = family.inputs(about, pipe.transformer, noisy, time, sample)
+    with torch.no_grad():
+        out = pipe.transformer(**ours, return_dict=False)[0]
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert family.output(about, noisy, out).shape == noisy.shape
+    assert about.tokens(noisy.shape) > 0
