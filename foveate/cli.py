@@ -320,9 +320,9 @@ def run(words: list[str]) -> int:
     if words and words[0] in COMMANDS:
         words = [words[0], *flags.expand(words[1:])]
     if words[:1] == ["train"]:
-        kind = train if trains_built_in(words[1:]) else finetune
-        saved = resumed(words[1:], kind)
-        commands["train"] = kind if saved is None else partial(kind, config=saved)
+        own = trains_built_in(words[1:])
+        command, saved = commands["train"] if own else finetune, resumed(words[1:], own)
+        commands["train"] = command if saved is None else partial(command, config=saved)
     return tyro.extras.subcommand_cli_from_dict(commands, args=words, prog="foveate", description=ABOUT)
 
 
@@ -336,13 +336,12 @@ def trains_built_in(words: list[str]) -> bool:
     return not trains_a_pipeline(Path(known.out))
 
 
-def resumed(words: list[str], command: Any) -> Any:
+def resumed(words: list[str], own: bool) -> Any:
     """The configuration of the run that `train --resume` goes on with: flags then name only what changes."""
     from foveate.training.folder import load_config
 
     known = flags.known(words, out=None, resume=False)
-    kind = TrainConfig if command is train else FinetuneConfig
-    return load_config(Path(known.out), kind) if known.resume and known.out else None
+    return load_config(Path(known.out), TrainConfig if own else FinetuneConfig) if known.resume and known.out else None
 
 
 class Messages(logging.Handler):

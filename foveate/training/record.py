@@ -22,7 +22,7 @@ STEPS = 10  # of the denoising
 
 
 class Events:
-    """TensorBoard events of every number in a row, in out/events; nothing where the run's configuration asks for none."""
+    """TensorBoard events of every number in a row, in out/events; nothing where the run did not ask for them."""
 
     def __init__(self, config: Any, step: int):
         self._writer: Any = None
