@@ -210,7 +210,7 @@ class Sparse:
         if not again and sight.q.device.type != "meta":  # shapes alone teach nothing
             if free or (self.learning and live):
                 self._teach(layer, sight, LESSONS if free else 1, at_once=free)
-            if self.look is not None and live:
+            if self.look is not None and live and not self._looked_at(index):
                 found = self.look.at(sight, layer.grid, self._generator(layer, sight.q.device))
                 _add(self.looks if forward is None else forward.looks, {index: found})
             if self._profiles is not None:
@@ -221,6 +221,10 @@ class Sparse:
         mode = "dense" if free else self.mode_of(layer)
         self.computed[mode] += 1
         return Call(layer, mode, again, live)
+
+    def _looked_at(self, index: int) -> bool:
+        """Whether a forward of this step has shown a layer's tiles: one of several accumulated ones is enough."""
+        return index in self.looks and bool(self.looks[index][-1].any())
 
     def mode_of(self, layer: Layer) -> str:
         """How a layer is computed now, beyond the dense calls that begin a training-free generation."""
