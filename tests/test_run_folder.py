@@ -82,14 +82,14 @@ def test_places_that_cannot_be_written_are_refused_before_work(
 def test_a_failed_save_keeps_the_last_good_checkpoint_and_names_it(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    save = checkpoint.save_file
+    save = checkpoint.save_tensors
 
-    def full(tensors, path, **more):
-        save(tensors, path, **more)
+    def full(path, tensors, *more):
+        save(path, tensors, *more)
         if ".step-000004" in str(path) and "ema" in Path(path).name:
             raise error
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_tensors", full)
     trainer = Trainer(config)
     with pytest.raises(OSError, match=r"step 4 could not be saved.*good checkpoint is .*step-000002"):
         trainer.fit()

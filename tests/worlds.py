@@ -19,7 +19,7 @@ import torch
 PRELOAD = ["torch", "torch.distributed.fsdp", "foveate.parallel.handle", "foveate.held.handle", "foveate.models.dit"]
 PRELOAD += [f"diffusers.models.transformers.{name}" for name in ("transformer_wan", "cogvideox_transformer_3d")]
 PRELOAD += ["diffusers.pipelines.wan.pipeline_wan", "foveate.generation.run"]  # and transformers
-LIMIT = 60.0  # seconds a task may take
+LIMIT, START = 60.0, 240.0  # seconds a task may take, and the start of ranks beside other work
 
 
 class World:
@@ -40,8 +40,12 @@ class World:
             there.close()
             self.pipes.append(here)
             self.processes.append(process)
+        self._started = False
 
     def run(self, task: Callable, *args: Any, limit: float = LIMIT) -> list[Any]:
+        if not self._started:
+            self._started = True
+            self.run(os.getpid, limit=START)
         for pipe in self.pipes:
             pipe.send((task, args))
         found: dict[int, Any] = {}
