@@ -46,7 +46,7 @@ from train_step_summary import DENSE, DENSE_FA4, DSV, STAGE1, UNIFORM, Setting, 
 
 import foveate as fv
 from foveate.attention import unavailable
-from foveate.tiles import TILE
+from foveate.tiles import CUBE, TILE
 
 SLACK = 1.2  # a sparse gradient's error may be so many times the dense one's
 
@@ -97,7 +97,7 @@ def gate(shape: Shape, tokens: int, device: str, attention: SDPBackend | None, q
     exact.net.float()
     reference = gradients(exact, Batch(*(x.float() for x in vars(batch).values())))
     dense = gradients(model, batch)
-    config = fv.SparsityConfig(budget=1.0, warmup=1, learn_from=1, query_tile=query_tile, force=True)
+    config = fv.SparsityConfig(budget=1.0, warmup=1, learn_from=1, query_tile=query_tile, tile_shape=CUBE, force=True)
     handle = fv.sparsify(model.net, config)
     gradients(model, batch)  # the dense call from which predictors begin
     handle.step()

@@ -37,7 +37,7 @@ from foveate.attention import unavailable
 from foveate.models import dit
 from foveate.models.dit import DiTConfig, VideoDiT
 from foveate.sparsity.handle import Handle
-from foveate.training.flow import Batch, loss
+from foveate.tiles import CUBE
 
 OWN, TOY = DiTConfig(width=512, depth=8, heads=8), DiTConfig(width=64, depth=2, heads=2)
 CLIPS = {"own": (32, 128, 128), "own, gate": (8, 64, 64), "toy": (8, 32, 64), "toy, gate": (4, 32, 32)}
@@ -69,14 +69,20 @@ class Job:
         self.model.policy = Always(engine.dense)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.ema = [weight.detach().clone() for weight in self.model.parameters()]
-        video, noise = torch.randn(2, 1, config.channels, *size, device=device)
-        self.batch = Batch(video, noise, torch.tensor([0.4], device=device), None)
+        self.video, self.noise = torch.randn(2, 1, config.channels, *size, device=device)
+        self.sigma = torch.full((1,), 0.4, device=device)
         self.handle: Handle | None = None
         self.tokens = config.grid(*size).tokens
 
+    def loss(self) -> Tensor:
+        """As in `foveate train` (training/flow.py, which wants packages that read video)."""
+        level = self.sigma.view(-1, 1, 1, 1, 1)
+        said = self.model((1 - level) * self.video + level * self.noise, self.sigma)
+        return (said.float() - (self.noise - self.video)).square().mean()
+
     def backward(self) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16):
-            value = loss(self.model, self.batch)
+            value = self.loss()
         value.backward()
         return value.detach()
 
@@ -93,9 +99,9 @@ class Job:
         if self.handle is not None:
             self.handle.step(loss=value)
 
-    def timed(self, count: int = TIMED) -> float:
+    def timed(self) -> float:
         """Milliseconds of a step, median."""
-        return statistics.median(self.milliseconds() for _ in range(count))
+        return statistics.median(self.milliseconds() for _ in range(TIMED))
 
     def milliseconds(self) -> float:
         self.wait()
@@ -137,7 +143,7 @@ class Job:
         """The model in sparse training, after four dense steps."""
         config = fv.SparsityConfig(
             budget=budget, periphery="pool", query_tile=engine.tile, force=True, warmup=4, learn_from=2,
-            teach_every=teach_every, often=often, rare=often,
+            teach_every=teach_every, often=often, rare=often, tile_shape=CUBE,
         )  # fmt: skip
         self.handle = fv.sparsify(self.model, config)
         for _ in range(6):
@@ -156,7 +162,7 @@ def gate(config: DiTConfig, size: tuple[int, int, int], device: str, engine: Eng
         return torch.cat(found)
 
     exact = Job(config, size, device, Engine("", False, dense="reference"))
-    loss(exact.model, exact.batch).backward()
+    exact.loss().backward()
     grads = [weight.grad.flatten().double() for weight in exact.model.parameters() if weight.grad is not None]
     reference = torch.cat(grads)
     dense = gradients(Job(config, size, device, Engine("", False)))
@@ -254,7 +260,7 @@ def run(rows: list[dict], device: str, toy: bool, write: Callable[[], None]) -> 
             add("gate", {"engine": engine.name, "gradients": errors, "budget": 1.0})
     torch.compiler.reset()  # graphs for one length, as a run of one length has them
     dit._compiled.cache_clear()
-    for engine in reversed(dense):
+    for engine in reversed(dense):  # what matters most comes first, should time run out
         add("dense", dense_row(config, CLIPS[name], device, engine))
     for engine in reversed(sparse):
         add("sparse", sparse_row(config, CLIPS[name], device, engine))

@@ -16,7 +16,7 @@ from train_step_summary import TEACH_EVERY, Setting
 import foveate as fv
 from foveate.attention import Layer
 from foveate.models.adapters import install
-from foveate.tiles import VideoGrid
+from foveate.tiles import CUBE, VideoGrid
 
 FIRST_MEASURED = TEACH_EVERY + 2  # the step after which a sparse run measures, where it is to
 NEVER = 1 << 30
@@ -143,7 +143,7 @@ class Model:
             budget=1.0 if setting.budget is None else setting.budget, periphery=periphery,
             dense_layers=setting.dense_layers(self.layers), query_tile=query_tile, learn_from=1,
             warmup=NEVER if setting.learns else 1, often=FIRST_MEASURED - 1 if measure else NEVER, rare=NEVER,
-            pairs=1, teach_every=TEACH_EVERY, force=True,
+            pairs=1, teach_every=TEACH_EVERY, tile_shape=CUBE, force=True,
         )  # fmt: skip
         handle = fv.sparsify(self.net, config)
         short = Batch.of(self.shape, self.shape.short, self.device, torch.bfloat16)

@@ -108,7 +108,7 @@ def test_own_model_rehearsal(bench: ModuleType, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.syspath_prepend(str(FOLDER))
     own = importlib.import_module("bench_train_step_own")
     monkeypatch.setattr(own.VideoDiT, "compile_repeated_blocks", lambda self, compiled: None)
-    monkeypatch.setattr(own, "OFTEN", 9)
+    monkeypatch.setattr(own, "OFTEN", 12)
     monkeypatch.setattr(own, "TIMED", 1)
     monkeypatch.setitem(own.CLIPS, "toy", (4, 32, 64))
     monkeypatch.setattr(sys, "argv", ["bench_train_step_own.py", "--device", "cpu", "--toy", "--out", str(tmp_path)])
@@ -117,7 +117,7 @@ def test_own_model_rehearsal(bench: ModuleType, monkeypatch: pytest.MonkeyPatch,
     result = json.loads(file.read_text())
     rows = {(row["what"], row["engine"]): row for row in result["rows"]}
     average = rows["average", "sparse, compiled, tiles of 64"]
-    assert average["interval"] == 9
+    assert average["interval"] == 12
     assert average["checks_ms"] > average["without_lessons_ms"]
     sparse = [row for (what, _), row in rows.items() if what == "sparse"]
     best = result["summary"]["without lessons"]
