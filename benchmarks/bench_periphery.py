@@ -34,33 +34,27 @@ WEIGHED = (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, -0.25, -1.0)  # no head is dropped:
 HEADS, DIM, DENSITY = 8, 128, 0.1
 
 
-def candidates(device: str) -> list[tuple[str, int]]:
-    """(backend, tile) that run here."""
-    found = [("torch", 64), ("triton", 64), ("triton", 128), ("fa4", 128)]
-    return [(name, tile) for name, tile in found if unavailable(name, device) is None]
+ENGINES = ("torch:64", "triton:64", "triton:128", "fa4:128")  # backend and tokens of a tile
+CASES = {torch.float32: (1111, 4, 64), torch.bfloat16: (1500, HEADS, DIM)}  # length, key/value heads, head dim
 
 
 def parity(backend: str, tile: int, dtype: torch.dtype, device: str) -> float:
-    """Largest relative error of the output and all gradients, over two lengths."""
-    worst = 0.0
-    for length, groups, dim in ((1111, 4, 64), (1500, 8, 128)):
-        draw = torch.Generator(device).manual_seed(length)
-        shapes = (1, length, HEADS, dim), (1, length, groups, dim), (1, length, groups, dim), (1, length, HEADS, dim)
-        q, k, v, dout = (torch.randn(shape, generator=draw, device=device).to(dtype) for shape in shapes)
-        words = random_words(torch.device(device), length, HEADS, tile, 0.3)
-        assert words is not None
-        constants = torch.tensor(MIXED, device=device)
-        ours = [x.clone().requires_grad_() for x in (q, k, v, constants)]
-        selection = Selection(words, VideoGrid(1, 1, length), tile, tile)
-        out = attend(*ours[:3], selection, periphery=ours[3], backend=backend).out
-        found = [out.detach(), *torch.autograd.grad(out, ours, dout)]
-        theirs = [x.double().requires_grad_() for x in (q, k, v, constants)]
-        tiles = {"query_tile": tile, "kv_tile": tile, "scale": dim**-0.5}
-        out, _ = reference.forward(*theirs[:3], words, **tiles, pooled=theirs[3])
-        expected = [out.detach(), *torch.autograd.grad(out, theirs, dout.double())]
-        for one, truth in zip(found, expected, strict=True):
-            worst = max(worst, float(((one.double() - truth).norm() / truth.norm()).nan_to_num(torch.inf)))
-    return worst
+    """Largest relative error of the output and of all gradients."""
+    length, groups, dim = CASES[dtype]
+    draw = torch.Generator(device).manual_seed(length)
+    shapes = (1, length, HEADS, dim), (1, length, groups, dim), (1, length, groups, dim), (1, length, HEADS, dim)
+    q, k, v, dout = (torch.randn(shape, generator=draw, device=device).to(dtype) for shape in shapes)
+    words = random_words(torch.device(device), length, HEADS, tile, 0.3)
+    assert words is not None
+    constants = torch.tensor(MIXED, device=device)
+    ours = a, b, c, far = tuple(x.clone().requires_grad_() for x in (q, k, v, constants))
+    out = attend(a, b, c, Selection(words, VideoGrid(1, 1, length), tile, tile), periphery=far, backend=backend).out
+    found = [out.detach(), *torch.autograd.grad(out, ours, dout)]
+    theirs = a, b, c, far = tuple(x.double().requires_grad_() for x in (q, k, v, constants))
+    out, _ = reference.forward(a, b, c, words, query_tile=tile, kv_tile=tile, scale=dim**-0.5, pooled=far)
+    expected = [out.detach(), *torch.autograd.grad(out, theirs, dout.double())]
+    pairs = zip(found, expected, strict=True)
+    return max(float(((one.double() - truth).norm() / truth.norm()).nan_to_num(torch.inf)) for one, truth in pairs)
 
 
 def times(backend: str, tile: int, length: int, device: str) -> dict[str, float]:
@@ -85,13 +79,18 @@ def times(backend: str, tile: int, length: int, device: str) -> dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Constants of the periphery: parity, and what they cost.")
+    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=ENGINES)
     parser.add_argument("--length", type=int, default=131072)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     rows, failed = [], False
-    for backend, tile in candidates(asked.device):
+    for engine in asked.engines:
+        backend, tile = engine.split(":")[0], int(engine.split(":")[1])
+        if missing := unavailable(backend, asked.device):
+            print(f"left out: {backend} {missing}")
+            continue
         row: dict[str, Any] = {"backend": backend, "tile": tile}
         for dtype in BARS:
             if backend == "fa4" and dtype == torch.float32:
@@ -102,6 +101,7 @@ def main() -> None:
             print(f"{backend} {tile}, {dtype}: {error:.1e} against the oracle, bar {BARS[dtype]:.0e}", flush=True)
         if not failed and (backend != "torch" or asked.device == "cpu"):
             row |= times(backend, tile, asked.length, asked.device)
+            print(f"{backend} {tile}: {row['pool']:.2f} ms pooled, {row['constants']:.2f} with constants", flush=True)
         rows.append(row)
     print(f"\n{asked.length} x {HEADS} x {DIM}, {DENSITY:.0%} kept, forward + backward, ms")
     for row in rows:

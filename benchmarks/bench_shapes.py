@@ -252,7 +252,7 @@ def wan() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Tile shapes and constants against pooled cubes.")
     parser.add_argument("--part", choices=["layer", "demo", "pans", "wan"], required=True)
     parser.add_argument("--data", type=Path, help="folder with real_qkv.safetensors, for layer")
     parser.add_argument("--out", type=Path)
