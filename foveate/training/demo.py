@@ -53,7 +53,7 @@ def run_demo(out: Path, data: Path | None, denoise_steps: int, console: Console,
     )
     found.save(out, clips)
     page = write(out)
-    verdicts = checks(found, folder.rows(out / "sparse" / folder.HISTORY), config.sparsity.goal)
+    verdicts = checks(found, folder.rows(out / "sparse" / folder.HISTORY))
     table = Table("check", "", "measured")
     for check in verdicts:
         table.add_row(check.name, Text("passed", "green") if check.passed else Text("failed", "red"), check.detail)

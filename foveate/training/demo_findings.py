@@ -101,17 +101,18 @@ def switch_step(history: Sequence[Mapping]) -> int | None:
     return next((row["step"] for row in history if row.get("switched")), None)
 
 
-def checks(found: Findings, history: Sequence[Mapping], goal: float | None) -> list[Check]:
+def checks(found: Findings, history: Sequence[Mapping]) -> list[Check]:
     """Every promise, measured. The last one is the control: without it the loss check would prove nothing.
 
-    history: of the sparse run. goal: the tolerance that it had to meet to turn sparse, if it had one.
+    history: of the sparse run.
     """
     kept = [row["kept"] for row in history if row["kept"] < 1]
     if not found.losses:
+        reasons = [row["reason"] for row in history if "reason" in row]
         gaps = [row["gap"] for row in history if "gap" in row]
-        last = f"the last gap was {100 * gaps[-1]:+.2f} %" if gaps else "no gap was measured"
-        limit = "" if goal is None else f" of {100 * goal:g} %"
-        return [Check("training turns sparse", False, f"it never met its tolerance{limit}: {last}")]
+        why = f"it never did: {reasons[-1]}" if reasons else "it never did: nothing was decided"
+        why += f"; the last gap was {100 * gaps[-1]:+.2f} %" if gaps else ""
+        return [Check("training turns sparse", False, why)]
     longest, gap, control = found.timings[-1], found.gap("sparse"), found.gap("random")
     share, mean = len(kept) / len(history), fmean(kept)
     return [

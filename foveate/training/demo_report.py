@@ -40,7 +40,7 @@ def write(out: Path) -> Path:
             tolerance=config.sparsity.goal,
             held_out=held_out(found) if found.losses else {},
             kept=kept(out / "sparse"),
-            checks=[(x.name, x.passed, x.detail) for x in checks(found, rows["sparse"], config.sparsity.goal)],
+            checks=[(x.name, x.passed, x.detail) for x in checks(found, rows["sparse"])],
             tables=tables(config, found),
             notes=notes(),
         ),
