@@ -64,7 +64,7 @@ class Job:
         self.model, self.device = VideoDiT(config).to(device), device
         for weight in self.model.parameters():  # gates and head are zero at first, and nothing would depend on q and k
             if not weight.any():
-                torch.nn.init.normal_(weight, std=0.02)
+                torch.nn.init.normal_(weight, std=0.1)
         self.model.compile_repeated_blocks(engine.compiled)
         self.model.policy = Always(engine.dense)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
