@@ -66,3 +66,47 @@ def clips(folder: Path, count: int = 6) -> Path:
     rows.append({"file": "broken.mp4", "caption": "nothing"})
     (folder / "captions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def transformer(folder: Path) -> Path:
+    """A pipeline's folder with what training reads of it: a transformer and a scheduler."""
+    import diffusers
+
+    torch.manual_seed(0)
+    model = diffusers.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, num_layers=2, text_dim=16,
+        freq_dim=16, ffn_dim=64, rope_max_seq_len=32,
+    )  # fmt: skip
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder / "transformer")
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.save_pretrained(folder / "scheduler")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
+    return folder
+
+
+def encoded(folder: Path, count: int = 12) -> Path:
+    """As `foveate encode` leaves it: latents of two sizes, 144 and 240 tokens, with a pattern in them."""
+    from safetensors.torch import save_file
+
+    from foveate.finetune.encode import ABOUT, EMPTY, INDEX, shard_file
+
+    folder.mkdir(parents=True)
+    draw = torch.Generator().manual_seed(1)
+    tensors, rows = {}, []
+    for i in range(count):
+        shape = 4, (3, 5)[i % 2], 16, 12
+        wave = torch.sin(torch.arange(shape[1] * 192).view(1, *shape[1:]) / (3 + i))
+        tensors |= {f"latents.{i}": wave + 0.1 * torch.randn(shape, generator=draw)}
+        tensors |= {f"text.{i}": torch.randn(5, 16, generator=draw), f"mask.{i}": torch.ones(5, dtype=torch.bool)}
+        rows.append({
+            "shard": 0, "place": i, "clip": f"{i}.mp4", "start": 0, "caption": "c", "fps": 24.0, "shape": list(shape),
+            "tokens": 48 * shape[1], "text": i, "text_tokens": 5, "more": [],
+        })  # fmt: skip
+    save_file(tensors, shard_file(folder, 0))
+    save_file({"text": torch.zeros(1, 16), "mask": torch.ones(1, dtype=torch.bool)}, folder / EMPTY)
+    (folder / INDEX).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / ABOUT).write_text(json.dumps({"pipeline": "WanPipeline", "shards": 1}))
+    return folder

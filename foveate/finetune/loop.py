@@ -141,7 +141,7 @@ class Finetuner:
         finite, before that changes a weight, and OSError where a checkpoint cannot be written.
         """
         config, out = self.config, self.config.out
-        folder.check(out, resume=self._goes_on, overwrite=overwrite, need=self._need())
+        self._check_folder(overwrite)
         claim = folder.claimed(out, overwrite=overwrite) if self.rank == 0 else nullcontext()
         with claim, noted(self):
             if self.rank > 0:
@@ -162,6 +162,18 @@ class Finetuner:
     def stop(self) -> None:
         """End `fit` after the step that runs now or the next one, when all ranks know, and save."""
         self.interrupted = self.interrupted or signal.SIGINT
+
+    def _check_folder(self, overwrite: bool) -> None:
+        """Rank 0 looks, all ranks hear of it."""
+        refused = ""
+        if self.rank == 0:
+            try:
+                folder.check(self.config.out, resume=self._goes_on, overwrite=overwrite, need=self._need())
+            except ValueError as error:
+                refused = str(error)
+        told = torch.tensor(float(bool(refused)), device=self.device)
+        if (mean_over_ranks(told) if self.ranks > 1 else told) > 0:
+            raise ValueError(refused or "rank 0 may not write into --out, see its message")
 
     def _need(self) -> int:
         """Bytes of the checkpoints and of what is exported."""
