@@ -37,6 +37,7 @@ def run(root: Path, name: str, resume: bool = False, steps: int = STEPS, **more:
     if resume:
         tuner.resume(SAVED)
     rows = tuner.fit()
+    assert (rows[-1]["kept"] < 0.7) == config.sparse
     return [row["loss"] for row in rows], rows[-1].get("validation", 0.0)
 
 
