@@ -183,7 +183,8 @@ def every_candidate(steps: int, quick: bool, ready: Prepared) -> list[Method]:
 def divided(found: list[Method], file: Path | None) -> tuple[list[Method], list[Method]]:
     """Settings that need no choosing, as an earlier run chose them or as all are reported, and the rest."""
     before = [] if file is None else json.loads(file.read_text())["results"]
-    names, families = {(x["family"], x["setting"]) for x in before}, {x["family"] for x in before}
+    names = {(x["family"], x["setting"]) for x in before if x["attention"] < 0.99}  # others skip nothing
+    families = {x["family"] for x in before}
     always = "foveate schedule", methods.PARTS, methods.NODES
     settled = [one for one in found if one.family in always or (one.family, one.setting) in names]
     if file is not None:  # ours has changed since, and its settings are few

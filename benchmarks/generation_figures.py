@@ -63,13 +63,13 @@ def draw_schedules(record: dict[str, Any], plt: Any) -> None:
 def draw_parts(record: dict[str, Any], plt: Any) -> None:
     named = {(x.family, x.setting): x for x in outcomes(record)}
     rows = [
-        ("held as they are", (PARTS, "every 3, held as they are")), ("extrapolated", (PARTS, "every 3, extrapolated")),
-        ("and mended", ("foveate", "every 3")), ("scheduled", (PARTS, "scheduled")),
+        ("held as they are", (PARTS, "every 3, held as they are")), ("extrapolated", ("foveate", "every 3")),
+        ("and mended", (PARTS, "every 3, mended")), ("scheduled", (PARTS, "scheduled")),
         ("scheduled and mended", ("foveate schedule", "40% of the calls")),
     ]  # fmt: skip
     axis = plt.subplots(figsize=(7, 2.8))[1]
     values = [named[key].db for _, key in rows]
-    axis.barh([name for name, _ in rows], values, color=["C7", "C7", "C0", "C7", "C0"])
+    axis.barh([name for name, _ in rows], values, color=["C7", "C0", "C7", "C7", "C0"])
     for place, value in enumerate(values):
         axis.text(value, place, f" {value:.1f}", va="center")
     axis.invert_yaxis()

@@ -113,8 +113,8 @@ def nodes(intervals: tuple[int, ...]) -> list[Method]:
 def parts(plan: "fv.Calibration | None") -> list[Method]:
     """What each part of held outputs brings, at 40 % of the calls (`fixed` and `scheduled` have the whole)."""
     found = [
-        Method(PARTS, "every 3, held as they are", reuse(interval=3, order=0, mend=False)),
-        Method(PARTS, "every 3, extrapolated", reuse(interval=3, mend=False)),
+        Method(PARTS, "every 3, held as they are", reuse(interval=3, order=0)),
+        Method(PARTS, "every 3, mended", reuse(interval=3, mend=True)),
     ]
     return found if plan is None else [*found, Method(PARTS, "scheduled", reuse_planned(plan, 0.4, mend=False))]
 

@@ -170,7 +170,7 @@ def test_figures_are_drawn_from_a_run(bench: ModuleType, tmp_path: Path, monkeyp
         {"psnr": [40.0, "inf"], "ssim": [1.0, 1.0], "dB": 70.0},
     )
     settings = [
-        ("parts of foveate", "every 3, held as they are"), ("parts of foveate", "every 3, extrapolated"),
+        ("parts of foveate", "every 3, held as they are"), ("parts of foveate", "every 3, mended"),
         ("parts of foveate", "scheduled"), ("foveate", "every 3"), ("foveate schedule", "40% of the calls"),
         ("PAB", "every 2"),
     ]  # fmt: skip

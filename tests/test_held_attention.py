@@ -159,13 +159,13 @@ def test_infinite_lse_stays_and_its_change_is_not_followed() -> None:
     lses = [[dark, 0.0, dark, 1.0], [0.5, dark, dark, 1.2]]
     for value, lse in zip((1.0, 3.0), lses, strict=True):
         state = AttnState(torch.full((1, 4, 1, 32), value), torch.tensor(lse).view(1, 1, 4))
-        held.renew(state, (0, 4), slope=True)
+        held.renew_rows(state, (0, 4), slope=True)
     moved = held.moved(torch.ones(4), (0, 4), 0.7, torch.float32)
     assert torch.allclose(moved.lse.flatten(), torch.tensor([0.5, dark, dark, 1.4]))
     assert moved.out[0, :, 0, 0].tolist() == [3.0, 3.0, 3.0, 5.0]
     for _ in range(2):  # a large change is clamped
-        held.renew(AttnState(moved.out, moved.lse * 0 + 9.0), (0, 4), slope=True)
-        held.renew(AttnState(moved.out, moved.lse * 0), (0, 4), slope=True)
+        held.renew_rows(AttnState(moved.out, moved.lse * 0 + 9.0), (0, 4), slope=True)
+        held.renew_rows(AttnState(moved.out, moved.lse * 0), (0, 4), slope=True)
     assert float(held.moved(torch.ones(4), (0, 4), 0.7, torch.float32).lse.nan_to_num().abs().max()) <= 0.7
 
 

@@ -94,11 +94,11 @@ def test_what_held_steps_missed_is_taken_back() -> None:
             (first, old), (last, new) = known
             ahead = (now - levels[last]) / (levels[last] - levels[first])
             x = x + (then - now) * (new + ahead * (new - old))
-    with reuse(target, held(interval=4, warmup=3)) as handle:
+    with reuse(target, held(interval=4, warmup=3, mend=True)) as handle:
         ours, calls = make(target), handle.report().computed
     torch.testing.assert_close(ours, x, rtol=1e-4, atol=1e-5)
     exact = make(target)
-    with reuse(target, held(interval=4, warmup=3, mend=False)) as handle:
+    with reuse(target, held(interval=4, warmup=3)) as handle:  # without being asked, with a schedule only
         plain = make(target)
         assert handle.report().computed == calls
     assert (ours - exact).norm() < 0.7 * (plain - exact).norm()

@@ -26,7 +26,8 @@ class ReuseConfig:
         where outputs are held.
     mend: of outputs: at the first computed step after held ones, take back what these missed, as interpolation shows it
         (held/mend.py), where the sampler is Euler's for flow matching. It calls no model; False leaves computed outputs
-        as the model gave them.
+        as the model gave them. None: with a schedule, whose anchors it was measured on; at fixed intervals it gained
+        at some and lost at others (docs/log.md).
     hold: what is remembered: the `output` of the whole model, which is then not called at all between anchors
         (held/outputs.py), or the states of `attention`, layer by layer (held/attention). Of the settings below only
         `max_hold`, `cfg`, `head` and `ranks` matter for `output`.
@@ -54,7 +55,7 @@ class ReuseConfig:
     warmup: int | None = None
     order: Literal[0, 1] = 1
     damping: float | None = None
-    mend: bool = True
+    mend: bool | None = None
     hold: Literal["attention", "output"] = "output"
     groups: int = 8
     states: int = 1
@@ -125,6 +126,11 @@ class ReuseConfig:
     def whole(self) -> bool:
         """Whether a layer is held or computed whole, by one state that covers all keys."""
         return self.states == 1 and self.local == "held"
+
+    @property
+    def mends(self) -> bool:
+        """Whether what held outputs missed is taken back."""
+        return self.schedule is not None if self.mend is None else self.mend
 
     @property
     def exact(self) -> bool:

@@ -57,7 +57,7 @@ class Outputs:
         leaves, spec = branch.kept
         found = iter(branch.held.predict(place.sigma))
         branch.held.skipped.append((place.sigma, place.then))
-        if self.config.mend and place.then is None and not self._told:
+        if self.config.mends and place.then is None and not self._told:
             self._told = True
             log.info("reuse: no Euler sampler of flow matching, so what held steps miss is not taken back (mend)")
         self._note(forward, hold=True)
@@ -77,7 +77,7 @@ class Outputs:
             self._learn(request, branch)
         if branch.held.last and [x.shape for x in branch.held.last] != [x.shape for x in values]:
             branch.held = Held(branch.held.order, branch.held.damping)
-        mended = branch.held.mended(values, place.sigma, place.then) if self.config.mend else values
+        mended = branch.held.mended(values, place.sigma, place.then) if self.config.mends else values
         measured = not self.config.exact and branch.held.renew(values, place.sigma)
         branch.kept = [TENSOR if isinstance(x, Tensor) else x for x in leaves], spec
         branch.sent, request.anchor = sent if mine else 0, place.step

@@ -7,22 +7,20 @@ import torch
 from torch import Tensor
 
 from foveate.attention import AttnState
+from foveate.held.held import Held
 
 Span = tuple[int, int]
 
 
-class HeldState:
-    """One state of one layer and CFG branch: the newest fresh (out, lse), and the one before it.
+class HeldState(Held):
+    """A `Held` of one layer and CFG branch: its values are the (out, lse) of attention to a bundle of keys.
 
-    Rows may be renewed apart, so each row may be of another step. A row whose lse was or is not finite has no change.
+    Rows may be renewed apart, so each may be of another step, and which noise levels those are is the planner's
+    (`plan.History`). A row whose lse was or is not finite has no change; `before` has an lse of NaN where it is empty.
     Both values are kept and not their difference: an anchor then only changes names, and nothing is rounded twice.
     """
 
-    def __init__(self) -> None:
-        self.state: AttnState | None = None
-        self.before: AttnState | None = None  # before.lse is NaN where there is none
-
-    def renew(
+    def renew_rows(
         self, new: AttnState, rows: Span, *, slope: bool, again: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         """Remember `new`, the fresh state of the rows from rows[0] to rows[1].
@@ -32,24 +30,23 @@ class HeldState:
         The first call must cover all rows. `new` is kept itself where it can be: it must not be written to later.
         """
         new = AttnState(new.out if dtype is None else new.out.to(dtype), new.lse)
-        old = self.state
         if not slope:
-            self.before = None
-        if old is None or new.out.shape == old.out.shape:
-            assert old is not None or rows[0] == 0, "the first value of a state must cover all its rows"
-            if again and old is not None and self.before is not None:
-                self.before = _shifted(self.before, old, new)
+            self.before = ()
+        if not self.last or new.out.shape == self.last[0].shape:
+            assert self.last or rows[0] == 0, "the first value of a state must cover all its rows"
+            if again and self.before:
+                self.before = _values(_shifted(AttnState(*self.before), AttnState(*self.last), new))
             elif slope and not again:
-                self.before = old
-            self.state = new
+                self.before = self.last
+            self.last = _values(new)
             return
-        part = between(old, rows)
+        part = _rows(self.last, rows)
         if slope and not again:
-            if self.before is None:
-                self.before = AttnState(torch.zeros_like(old.out), torch.full_like(old.lse, torch.nan))
-            _write(part, between(self.before, rows))
-        elif again and self.before is not None:
-            past = between(self.before, rows)
+            if not self.before:
+                self.before = torch.zeros_like(self.last[0]), torch.full_like(self.last[1], torch.nan)
+            _write(part, _rows(self.before, rows))
+        elif again and self.before:
+            past = _rows(self.before, rows)
             _write(_shifted(past, part, new), past)
         _write(new, part)
 
@@ -58,23 +55,19 @@ class HeldState:
 
         dtype: of the result's `out`.
         """
-        assert self.state is not None, "a held state is read before it was written"
-        state = between(self.state, rows)
-        if self.before is None:
+        assert self.last, "a held state is read before it was written"
+        state = _rows(self.last, rows)
+        if not self.before:
             return AttnState(state.out.to(dtype), state.lse)
-        return extrapolate(state, between(self.before, rows), ahead, clamp, dtype)
+        return extrapolate(state, _rows(self.before, rows), ahead, clamp, dtype)
 
     def moved_out(self, ahead: Tensor, rows: Span, dtype: torch.dtype) -> Tensor:
         """As `moved`, the output alone, for a state that covers all keys."""
-        assert self.state is not None, "a held state is read before it was written"
-        out = self.state.out[:, slice(*rows)]
-        if self.before is None:
+        assert self.last, "a held state is read before it was written"
+        out = self.last[0][:, slice(*rows)]
+        if not self.before:
             return out.to(dtype)
-        return _along(out, self.before.out[:, slice(*rows)], ahead[:, None, None], dtype)
-
-    def bytes(self) -> int:
-        tensors = [x for state in (self.state, self.before) if state is not None for x in (state.out, state.lse)]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        return _along(out, self.before[0][:, slice(*rows)], ahead[:, None, None], dtype)
 
 
 def extrapolate(state: AttnState, before: AttnState, ahead: Tensor, clamp: float, dtype: torch.dtype) -> AttnState:
@@ -98,6 +91,14 @@ def between(state: AttnState, rows: Span) -> AttnState:
     """A view of the rows from rows[0] to rows[1]."""
     here = slice(*rows)
     return AttnState(state.out[:, here], state.lse[..., here])
+
+
+def _rows(values: tuple[Tensor, ...], rows: Span) -> AttnState:
+    return between(AttnState(*values), rows)
+
+
+def _values(state: AttnState) -> tuple[Tensor, Tensor]:
+    return state.out, state.lse
 
 
 def _write(state: AttnState, into: AttnState) -> None:

@@ -199,7 +199,9 @@ class HoldStates:
             ]
             for (fresh, again), rows in _grouped(held.spans, kinds):
                 if fresh:
-                    held.states[index][number].renew(between(state, rows), rows, slope=slope, again=again, dtype=dtype)
+                    held.states[index][number].renew_rows(
+                        between(state, rows), rows, slope=slope, again=again, dtype=dtype
+                    )
 
     def _dtype(self, x: Tensor) -> torch.dtype:
         """Of what is held, for a model whose own is that of x."""
