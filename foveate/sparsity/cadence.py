@@ -14,20 +14,23 @@ from foveate import costs as prices
 SHARE, VALIDATION = 0.04, 0.01  # of the run's time: for lessons and checks together, and for validation losses
 FORWARD = 1 / 3  # of a training step
 FOR_LESSONS = 0.4  # of that share
-LAUNCH_MS = 0.008  # one small operator
+# One small operator: on a CPU, and on an H200, where the host is what takes that long (docs/log.md, Training step).
+LAUNCH_MS = {"cpu": 0.008, "cuda": 0.045}
 LESSON_OPERATORS, PROFILE_OPERATORS = 125, 300  # of a layer; counted on the CPU (docs/log.md, Training step)
 OFTEN, RARE, TEACH_EVERY, VALIDATE_EVERY = 50, 1000, 4, 200  # never oftener, however cheap
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained: sequences of `tokens`, `layers` of attention (H, D), and `parameters` that every token meets."""
+    """What is trained: sequences of `tokens`, `layers` of attention (H, D), and `parameters` that every token meets.
+    device: its type."""
 
     tokens: int
     layers: int
     heads: int
     dim: int
     parameters: int
+    device: str = "cuda"
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,9 @@ def plan(
     dense = work.layers * costs.dense(work.tokens, work.heads, work.dim, passes=("forward_ms",))
     linear = dense * work.parameters / (2 * work.tokens * work.heads * work.dim * work.layers)
     step = 3 * linear + attention[0]
-    lesson = work.layers * LESSON_OPERATORS * LAUNCH_MS + dense * 4 * 64 / work.tokens
-    profile = work.layers * PROFILE_OPERATORS * LAUNCH_MS + dense * 12 * 256 / work.tokens
+    launch = LAUNCH_MS.get(work.device, LAUNCH_MS["cuda"])
+    lesson = work.layers * LESSON_OPERATORS * launch + dense * 4 * 64 / work.tokens
+    profile = work.layers * PROFILE_OPERATORS * launch + dense * 12 * 256 / work.tokens
     check = pairs * (2 * linear + dense + attention[1] + profile)
     teach = teach_every or max(TEACH_EVERY, math.ceil(lesson / (FOR_LESSONS * SHARE * step)))
     left = max(SHARE - lesson / (teach * step), (1 - FOR_LESSONS) * SHARE)

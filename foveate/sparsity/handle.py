@@ -204,7 +204,7 @@ class Handle:
             both = [self._price_at(tokens, *row) for row in zip(plan.budgets, plan.pooled, strict=True)]
             now = sum(ours if on else dense for ours, on in zip(both, plan.sparse, strict=True))
             sparse = forward * now / dense
-        work = cadence.Work(tokens, layers, self.policy.heads, self.policy.dim, self._parameters)
+        work = cadence.Work(tokens, layers, self.policy.heads, self.policy.dim, self._parameters, self._device.type)
         fixed = config.often, config.rare, config.teach_every
         return cadence.plan(work, self._table, (now, sparse), config.pairs, *fixed)
 
