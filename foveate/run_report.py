@@ -1,7 +1,9 @@
 """`foveate report`: the page of a training run, or of a demo, from the files of its folder."""
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -33,40 +35,58 @@ def report(run: Path, denoise_steps: int, device: str) -> Path:
         return demo_report.write(run)
     if not (run / folder.CONFIG).is_file():
         raise ValueError(f"{run} holds no run: there is no {folder.CONFIG} and no {FILE} in it")
-    config, rows = folder.load_config(run), folder.rows(run / folder.HISTORY)
+    rows = folder.rows(run / folder.HISTORY)
     if not rows:
         raise ValueError(f"{run} holds a run of no steps yet: there is nothing to report")
-    shown = denoised_panels(config, denoise_steps, device) if denoise_steps else []
     newest = datetime.fromtimestamp((run / folder.HISTORY).stat().st_mtime).astimezone()
+    data = ReportData(
+        title=f"Training run {run.resolve().name}",
+        made=f"Last step on {newest.day} {newest:%B %Y, %H:%M}; report by {described()}",
+        figures=figures(rows),
+        clips=sampled_panels(run),
+        clips_title="A held-out clip",
+        runs={"sparse" if any(row["kept"] < 1 for row in rows) else "dense": rows},
+        kept=demo_report.kept(run),
+    )
+    if folder.trains_a_pipeline(run):
+        return write_report(
+            run / "report.html", of_a_pipeline(data, json.loads((run / folder.CONFIG).read_text()), rows)
+        )
+    config = folder.load_config(run)
+    shown = denoised_panels(config, denoise_steps, device) if denoise_steps else []
+    tokens = config.model.grid(config.frames, config.height, config.width).tokens
+    size = f"clips of {config.frames} frames, {config.height} × {config.width} pixels, {tokens:,} tokens"
+    text = f"Denoised from {100 * LEVEL:.0f} % noise by the averaged weights; no step was trained on it."
     return write_report(
         run / "report.html",
-        ReportData(
-            title=f"Training run {run.resolve().name}",
-            summary=summary(config, rows),
-            made=f"Last step on {newest.day} {newest:%B %Y, %H:%M}; report by {described()}",
-            figures=figures(rows),
-            clips=[*shown, *sampled_panels(run)],
-            clips_title="A held-out clip",
-            clips_text=f"Denoised from {100 * LEVEL:.0f} % noise by the averaged weights; no step was trained on it."
-            if shown
-            else "",
-            runs={"sparse" if config.sparse else "dense": rows},
+        replace(
+            data,
+            summary=f"{progress(rows, config.steps, config.sparse)} Batches of {config.batch}, on {size}.",
+            clips=[*shown, *data.clips],
+            clips_text=text if shown else "",
             tolerance=config.sparsity.goal if config.sparse else None,
-            kept=demo_report.kept(run),
             tables=tables(config),
         ),
     )
 
 
-def summary(config: TrainConfig, rows: Sequence[Mapping]) -> str:
-    tokens = config.model.grid(config.frames, config.height, config.width).tokens
-    size = f"clips of {config.frames} frames, {config.height} × {config.width} pixels, {tokens:,} tokens"
+def of_a_pipeline(data: ReportData, config: Mapping, rows: Sequence[Mapping]) -> ReportData:
+    """A run that trains a transformer of diffusers. Its clips are latents: none is shown."""
+    sparsity = config.get("sparsity") or {}
+    told = {name: value for name, value in sparsity.items() if value is not None}
+    dials = {name: value for name, value in config.items() if name != "sparsity" and value is not None}
+    tables = {"Run": dials} | ({"What sparsify was told": told} if told else {})
+    return replace(data, summary=progress(rows, config.get("steps"), bool(told)), tables=tables)
+
+
+def progress(rows: Sequence[Mapping], steps: int | None, sparse: bool) -> str:
+    """How far a run has come, and whether it is sparse, or why not."""
     switch = switch_step(rows)
     turn = "dense throughout" if switch is None else f"sparse after step {switch}"
-    if config.sparse and switch is None:
+    if sparse and switch is None:
         reason = next((row["reason"] for row in reversed(rows) if "reason" in row), "")
         turn = f"dense so far{': ' if reason else ''}{reason}"
-    return f"{rows[-1]['step']:,} of {config.steps:,} steps, batches of {config.batch}, on {size}; {turn}."
+    return f"{rows[-1]['step']:,}{f' of {steps:,}' if steps else ''} steps; {turn}."
 
 
 def figures(rows: Sequence[Mapping]) -> list[tuple[str, str, str]]:

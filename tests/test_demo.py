@@ -1,6 +1,7 @@
 """The demo's verdicts, and the whole of it at toy size."""
 
 import io
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +163,13 @@ def check_report_of_a_run(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert re.findall(r'alt="([^"]*)" data-columns="\d" data-count="4"', text) == [
         "Held out", "Restored from noise", "Generated"
     ]  # fmt: skip
+    config = run / "config.json"
+    before = config.read_text()
+    config.write_text(json.dumps({"model": "wan/", "steps": 12, "lora": 16, "sparsity": {"tolerance": 0.01}}))
+    text = run_report.report(run, 2, "cpu").read_text()  # of a pipeline of diffusers
+    assert "12 of 12 steps" in text
+    assert "<th>lora</th><td>16</td>" in text
+    config.write_text(before)
     for broken, message in ((run.parent.parent / "gone", "holds no run"), (run / "samples", "holds no run")):
         with pytest.raises(ValueError, match=message):
             run_report.report(broken, 0, "cpu")
