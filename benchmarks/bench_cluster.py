@@ -14,9 +14,8 @@ gate: out, dq, dk, dv of every method by real kernels against one process, on tw
 wait as long as the cost table says for so many kept tiles on a device of so many TFLOP/s, and everything else is real:
 what is exchanged, when, and what hides behind it. So ranks may share cores; without it kernels run.
 
-Predictions: --fit FILE measures the first two methods (dense ulysses, dense ring) and fits latency and bandwidths to
-their forward and backward; --links FILE with --predict writes what that says of all methods, without measuring any;
---links FILE alone measures and prints both.
+Predictions: --measure-links FILE measures the links by plain transfers, no method runs; --links FILE with --predict
+writes what that says of all methods, without measuring any; --links FILE alone measures and prints both.
 """
 
 import argparse
@@ -44,6 +43,7 @@ from foveate.parallel.comm import TRAFFIC, Shards
 from foveate.parallel.headwise import Heads, exchange_qkv, own_heads, return_out
 from foveate.parallel.hosts import ask_hosts
 from foveate.parallel.layout import RANK, LayerLoad, LayerPlan, Layout, Load, WholeLayer, lay_out
+from foveate.parallel.links import measure_links
 from foveate.parallel.plan import plan_parallel
 from foveate.parallel.policy import Ranks
 from foveate.parallel.ring import attend_ring
@@ -55,8 +55,7 @@ FRAMES, HEIGHT, WIDTH = 16, 26, 20  # of the file's grid
 GATE_FRAMES = 2
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 EMULATED = Machine(1e12, 0.01, 1.2, 0.04, 0.1, 0.04, 0.0)  # rate from --timed; the rest as on an H200
-INSIDE = 1.0  # GB/s of loopback between emulated ranks of a host; of NVLink more: measure with foveate plan --measure
-FITTED = ("dense ulysses", "dense ring")
+LINK_SIZES, LINK_REPEATS = (1 << 12, 1 << 16, 1 << 19, 1 << 20), 5  # over slow emulated links
 Three = tuple[Tensor, Tensor, Tensor]
 
 
@@ -78,18 +77,20 @@ class Timed(Kernel):
     pairs: tuple[float, ...] = ()
 
     def wait(self, index: int, q: Tensor, k: Tensor, words: Tensor | None) -> None:
+        began = time.perf_counter()
         if words is None:
             kept = torch.full((q.shape[2],), float(q.shape[1] * k.shape[1]))
         else:
             kept = unpack(words, -(-k.shape[1] // TILE))[0].sum((1, 2)) * float(TILE * TILE)
         share = kept / torch.tensor(self.pairs)
-        time.sleep(float((share * torch.tensor(self.ms[index])).sum()) / 1e3)
+        seconds = float((share * torch.tensor(self.ms[index])).sum()) / 1e3
+        time.sleep(max(0.0, began + seconds - time.perf_counter()))
 
-    def forward(self, q, k, v, words, pooled, whole=False):
+    def forward(self, q, k, v, words, pooled, whole=False, **_):
         self.wait(0, q, k, words)
         return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
-    def backward(self, dout, q, k, v, state, words, pooled, whole=False):
+    def backward(self, dout, q, k, v, state, words, pooled, whole=False, **_):
         self.wait(1, q, k, words)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
@@ -236,7 +237,7 @@ def everyone(numbers: list[float], device: torch.device) -> Tensor:
 
 
 def measure(bench: Bench, method: Method, repeats: int) -> dict[str, Any]:
-    """Seconds of the slowest rank, median of repeats after one more; waited: mean over ranks, for communication."""
+    """Seconds of the slowest rank in the fastest repeat, after one more; waited: for communication, mean of ranks."""
     runs = []
     for _ in range(repeats + 1):
         leaves = bench.leaves()
@@ -250,8 +251,8 @@ def measure(bench: Bench, method: Method, repeats: int) -> dict[str, Any]:
         _finish(bench.device)
         took = time.perf_counter() - began
         runs.append(everyone([forward, took, TRAFFIC.exposed_seconds(), TRAFFIC.total / 1e6], bench.device))
-    forward, seconds = (statistics.median(float(run[:, i].max()) for run in runs[1:]) for i in (0, 1))
-    waited = statistics.median(float(run[:, 2].mean()) for run in runs[1:])
+    best = min(runs[1:], key=lambda run: float(run[:, 1].max()))
+    forward, seconds, waited = float(best[:, 0].max()), float(best[:, 1].max()), float(best[:, 2].mean())
     sent = float(runs[-1][:, 3].max())
     return {
         "seconds": seconds, "forward": forward, "backward": seconds - forward, "waited": waited, "mb_sent": sent,
@@ -279,38 +280,6 @@ def gate(options: argparse.Namespace, device: torch.device, topology: Topology, 
     return float(everyone([worst], device).max())
 
 
-def fit(bench: Bench, measured: dict[str, dict[str, Any]], topology: Topology, costs: Costs) -> tuple[Link, Link]:
-    """Latency and bandwidth between hosts for which forward and backward of the measured methods are predicted best.
-
-    What is inside a host is taken to be INSIDE: two layouts that both wait for the slow link say nothing about it.
-    """
-    table = methods(bench, topology, costs)
-
-    def miss(point: tuple[float, float]) -> float:
-        links = _links(*point)
-        there, total = replace(topology, intra=links[0], inter=links[1]), 0.0
-        for name, row in measured.items():
-            for which in PASSES:
-                told = predict(bench, table[name], there, costs, (which,)).ms / 1e3
-                total += (told / row[which.removesuffix("_ms")] - 1) ** 2
-        return total
-
-    best, width = (2e3, 0.02), 2.0  # latency in microseconds, GB/s
-    while width > 1.002:
-        near = itertools.product((1 / width, 1, width), repeat=2)
-        found = min(((best[0] * a, best[1] * b) for a, b in near), key=miss)
-        if miss(found) < miss(best) - 1e-6:  # a flat direction is not followed
-            best = found
-        else:
-            width = width**0.7
-    return _links(*best)
-
-
-def _links(latency: float, between: float) -> tuple[Link, Link]:
-    source = "fitted to " + " and ".join(FITTED)
-    return Link(latency, INSIDE, source=source), Link(latency, between, between, source=source)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="safetensors with step0.q ... step1.v in raster order")
@@ -321,8 +290,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--frames", type=int, default=FRAMES, help="of 520 tokens each, at most 16")
     parser.add_argument("--timed", type=float, help="TFLOP/s of an emulated device: waits instead of kernels")
-    parser.add_argument("--fit", type=Path, help="write links fitted to the first two methods here, and stop")
-    parser.add_argument("--links", type=Path, help="links that --fit has written")
+    parser.add_argument("--measure-links", type=Path, help="measure links as `foveate plan --measure`, here, and stop")
+    parser.add_argument("--links", type=Path, help="links that --measure-links has written")
     parser.add_argument("--predict", action="store_true", help="write predictions and stop, nothing is measured")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
@@ -340,6 +309,12 @@ def main() -> int:
 
 def report(options: argparse.Namespace, device: torch.device) -> int:
     first = dist.get_rank() == 0
+    if options.measure_links:
+        found = measure_links(LINK_SIZES if options.timed else (), LINK_REPEATS)
+        if first:
+            options.measure_links.write_text(json.dumps(found, indent=1) + "\n")
+            print(json.dumps({kind: found[kind] for kind in ("intra", "inter")}, indent=1))
+        return 0
     timed = options.timed and Costs(
         f"emulated device of {options.timed} TFLOP/s", machine=replace(EMULATED, rate=options.timed * 1e12)
     )
@@ -368,14 +343,7 @@ def report(options: argparse.Namespace, device: torch.device) -> int:
             if first:
                 print(f"the gate is red, no measurements: relative error {error:.1e}")
             return 1
-        chosen = {name: table[name] for name in FITTED} if options.fit else table
-        result["rows"] = {name: measure(bench, method, options.repeats) for name, method in chosen.items()}
-    if options.fit:
-        if first:
-            links = zip(("intra", "inter"), map(asdict, fit(bench, result["rows"], topology, costs)), strict=True)
-            options.fit.write_text(json.dumps({**dict(links), "fitted_to": result["rows"]}, indent=1) + "\n")
-            print(options.fit.read_text())
-        return 0
+        result["rows"] = {name: measure(bench, method, options.repeats) for name, method in table.items()}
     if first:
         show(result)
         if options.out:
@@ -394,14 +362,14 @@ def show(result: dict[str, Any]) -> None:
         line = f"{name:20}{told:10.3f}"
         if name in rows:
             row = rows[name]
-            misses += [] if name in FITTED else [abs(told / row["seconds"] - 1)]
+            misses.append(abs(told / row["seconds"] - 1))
             line += f"{row['seconds']:10.3f}{told / row['seconds'] - 1:+8.1%}"
             line += f"{row['forward']:9.3f}{row['waited']:8.3f}{row['mb_sent']:9.1f}"
         print(line)
     if rows:
         plain = min(row["seconds"] for name, row in rows.items() if not name.startswith("ours"))
         ratio = plain / rows["ours planned"]["seconds"]
-        print(f"predictions of the others off by {statistics.median(misses):.1%} (median), {max(misses):.1%} (most)")
+        print(f"predictions off by {statistics.median(misses):.1%} (median), {max(misses):.1%} (most)")
         print(f"planned {ratio:.2f} times faster than the best plain layout")
 
 

@@ -91,8 +91,8 @@ class Hosts:
         """Link down: packets to and from this host are lost from now on."""
         self._in(self.switch, "ip", "link", "set", f"p{host}", "down")
 
-    def start(self, ranks: int, command: Sequence[str], options: Sequence[str] = (), **pipes: object) -> None:
-        """torchrun of a script with its arguments, `ranks` on every host; `options` go to torchrun."""
+    def start(self, ranks: int, command: Sequence[str], restarts: int = 0, **pipes: object) -> None:
+        """torchrun of a script with its arguments, `ranks` on every host; restarts: how often after a lost rank."""
         if not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"1 to {MOST_RANKS} ranks a host, got {ranks}")
         for host, name in enumerate(self.names):
@@ -100,7 +100,12 @@ class Hosts:
                 "GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE, "NCCL_HOSTID": name, "OMP_NUM_THREADS": "1",
             }  # fmt: skip
             where = ["--nnodes", str(self.count), "--node-rank", str(host), "--nproc-per-node", str(ranks)]
-            where += ["--master-addr", f"{NETWORK}.1", "--master-port", str(PORT), *options]
+            if restarts:  # only this rendezvous takes all hosts along
+                where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NETWORK}.1:{PORT}", "--rdzv-id", "hosts"]
+                where += ["--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", f"{NETWORK}.{host + 1}"]
+                where += ["--max-restarts", str(restarts)]
+            else:
+                where += ["--master-addr", f"{NETWORK}.1", "--master-port", str(PORT)]
             torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *command]
             inside = ["nice", "-n", str(self.nice), "ip", "netns", "exec", name, *torchrun]
             self.running.append(subprocess.Popen(inside, env=environment, start_new_session=True, **pipes))  # type: ignore
@@ -132,9 +137,9 @@ class Hosts:
                     continue
         self.running.clear()
 
-    def torchrun(self, ranks: int, command: Sequence[str], options: Sequence[str] = ()) -> list[int | None]:
+    def torchrun(self, ranks: int, command: Sequence[str]) -> list[int | None]:
         """`start` and `wait`."""
-        self.start(ranks, command, options)
+        self.start(ranks, command)
         return self.wait()
 
 
