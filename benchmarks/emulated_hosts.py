@@ -104,6 +104,8 @@ class Hosts:
                 where += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NETWORK}.1:{PORT}", "--rdzv-id", "hosts"]
                 where += ["--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", f"{NETWORK}.{host + 1}"]
                 where += ["--max-restarts", str(restarts)]
+                # Workers that begin anew on one host only would read the addresses of dead ones in a shared store.
+                environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
             else:
                 where += ["--master-addr", f"{NETWORK}.1", "--master-port", str(PORT)]
             torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *command]

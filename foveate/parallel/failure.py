@@ -13,6 +13,7 @@ import torch.distributed as dist
 log = logging.getLogger("foveate")
 
 GRACE = 10.0  # seconds in which ranks that live have to say so
+SILENCE = 5.0  # seconds more until the store counts as lost
 
 
 class CommError(RuntimeError):
@@ -22,10 +23,21 @@ class CommError(RuntimeError):
 def diagnose(ranks: Sequence[int], name: str, what: str, error: BaseException | str, timeout: float) -> str:
     """What to tell a person: which collective of the group `name`, and which of its world `ranks` did not answer.
 
-    Takes up to GRACE seconds, in which every rank that lives says in the job's store what it waits in.
+    Takes up to GRACE seconds, in which every rank that lives says in the job's store what it waits in, and SILENCE more
+    where the store does not answer: where a host is cut off, its calls would wait for minutes.
     """
+    found: list[tuple[str, list[str]]] = []
+    asking = threading.Thread(target=lambda: found.append(_ask(ranks, what, timeout)), daemon=True)
+    asking.start()
+    asking.join(min(GRACE, timeout) + SILENCE)
+    verdict, told = found[0] if found else ("the job's store does not answer either: rank 0 or the network is lost", [])
+    head = f"rank {dist.get_rank()}: '{what}' among ranks {list(ranks)} ({name}) did not complete"
+    return "\n  ".join([f"{head}. {verdict}.", *told, f"{str(error).splitlines()[0]}"])
+
+
+def _ask(ranks: Sequence[int], what: str, timeout: float) -> tuple[str, list[str]]:
+    """The verdict, and what the other living ranks say."""
     me = dist.get_rank()
-    head = f"rank {me}: '{what}' among ranks {list(ranks)} ({name}) did not complete"
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set(_key(me), f"rank {me} waits in '{what}'")
@@ -43,9 +55,8 @@ def diagnose(ranks: Sequence[int], name: str, what: str, error: BaseException | 
             verdict = "all its ranks are alive and wait: they disagree on the collective, or the network fails"
         store.set(_key(me), f"rank {me} waits in '{what}' and says: {verdict}")
     except (RuntimeError, ValueError) as lost:
-        verdict, told = f"the job's store does not answer either ({str(lost).splitlines()[0]}): rank 0 died", []
-    lines = [f"{head}. {verdict}.", *told, f"{str(error).splitlines()[0]}"]
-    return "\n  ".join(lines)
+        return f"the job's store does not answer either ({str(lost).splitlines()[0]}): rank 0 died", []
+    return verdict, told
 
 
 class Watch(threading.Thread):

@@ -28,6 +28,7 @@ from foveate.models import adapters
 from foveate.models.copies import Hook
 from foveate.parallel import links
 from foveate.parallel.comm import TIMEOUT, TRAFFIC, Group
+from foveate.parallel.pace import Pace
 from foveate.parallel.plan import LayerLoad, LayerPlan, Load, ParallelPlan, Topology, contiguous, plan_parallel
 from foveate.parallel.policy import Parallel, Ranks
 from foveate.parallel.shard import TokenShards
@@ -111,6 +112,8 @@ class ParallelHandle:
         intra, inter = links.read("")
         self.topology = topology or Topology(ranks=config.ranks, hosts=hosts, intra=intra, inter=inter)
         self._everyone = Group(range(dist.get_world_size()), "all ranks", dist.group.WORLD, config.timeout)
+        gloo = "nccl" not in dist.get_backend_config()
+        self._pace = Pace(self._everyone, self.ranks.hosts.of) if gloo else None
         self._own = found is None
         self.installed = found or adapters.install(model, Dense())
         self._inner = self.installed.policy
@@ -173,8 +176,11 @@ class ParallelHandle:
             self._everyone.mean_([p.grad for p in parameters if p.grad is not None and p.dtype == dtype], "gradients")
 
     def step(self) -> None:
-        """Call after every optimiser step, on all ranks alike: at the cadence the layouts are planned anew."""
+        """Call after every optimiser step, on all ranks alike: at the cadence the layouts are planned anew. Over gloo
+        slow ranks are named."""
         self.steps += 1
+        if self._pace is not None:
+            self._pace.tick()
         if self.config.plan != "fixed" and self.steps % self.config.replan == 0:
             self.replan()
 
