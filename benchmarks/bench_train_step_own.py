@@ -122,9 +122,11 @@ class Job:
             self.step()
             self.wait()
         if self.device != "cuda":
-            top = [e for e in profiler.events() if e.cpu_parent is None]
+            top = [e for e in profiler.events() or [] if e.cpu_parent is None]
             return {"operators": len(top)}
-        kernels = [e for e in profiler.events() if e.device_type == DeviceType.CUDA and not e.name.startswith("Mem")]
+        kernels = [
+            e for e in profiler.events() or [] if e.device_type == DeviceType.CUDA and not e.name.startswith("Mem")
+        ]
         found = {"launches": len(kernels), "kernels_ms": sum(e.time_range.elapsed_us() for e in kernels) / 1e3}
         return found | {"waits": self.waits()}
 
@@ -169,6 +171,7 @@ def gate(config: DiTConfig, size: tuple[int, int, int], device: str, engine: Eng
     job = Job(config, size, device, engine)
     job.optimizer.param_groups[0]["lr"] = 0.0  # the steps that lead to sparse training leave the weights alone
     job.sparsify(engine, teach_every=NEVER, often=NEVER, budget=1.0)
+    assert job.handle is not None
     before = job.handle.policy.computed["sparse"]
     found = {"dense": dense, "sparse": gradients(job)}
     if job.handle.policy.computed["sparse"] - before != config.depth:
