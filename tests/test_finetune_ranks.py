@@ -1,20 +1,29 @@
 """Fine-tuning on many ranks: FSDP2 times context parallelism, checkpoints for any number of ranks."""
 
+import multiprocessing as mp
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import finetune_data
 import pytest
 import torch
-from worlds import Worlds
+from worlds import PRELOAD, Worlds
 
 pytest.importorskip("diffusers", reason="needs diffusers: pip install 'foveate[diffusers]'")
 
+from foveate import cli
+from foveate.finetune import checkpoint
 from foveate.finetune.config import FinetuneConfig
 from foveate.finetune.loop import Finetuner
 from foveate.sparsity.config import SparsityConfig
+from foveate.training import folder
+from foveate.training.checkpoint import steps
 
 STEPS, SAVED = 30, 10
+KILLS = int(os.environ.get("FOVEATE_KILLS", "1"))
 SPARSE = SparsityConfig(budget=0.6, periphery="pool", warmup=4, learn_from=2, teach_every=1000, force=True)
 
 
@@ -59,3 +68,61 @@ def test_four_ranks_train_as_one_process_and_any_number_goes_on(sparse: bool, ho
 
 def on_rank(root: Path, name: str, resume: bool, dials: dict[str, Any]) -> tuple[list[float], float]:
     return run(root, name, resume, **dials)
+
+
+def words_of(root: Path, out: Path, *more: str) -> list[str]:
+    words = ["train", "--model", str(root / "wan"), "--data", str(root / "encoded"), "--out", str(out), "--no-sparse"]
+    return [
+        *words,
+        "--checkpoint-every",
+        "1",
+        "--val-fraction",
+        "0",
+        "--steps",
+        str(8 + 4 * KILLS),
+        "--lr",
+        "1e-3",
+        *more,
+    ]
+
+
+def test_kills_during_saves_lose_nothing_and_sigterm_leaves_with_0(home: Path, tmp_path: Path) -> None:
+    """kill -9 in the middle of a save, again and again where FOVEATE_KILLS=20, then SIGTERM, then to the end."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    out, begun, last = tmp_path / "run", 0, 0
+    checkpoints = out / "checkpoints"
+    for kill in range(KILLS):
+        process = context.Process(target=cli.main, args=(words_of(home, out, *["--resume"] * bool(begun)),))
+        process.start()
+        until, seen = time.monotonic() + 60, last
+        while time.monotonic() < until and process.is_alive():
+            partial = list(checkpoints.glob(".step-*.partial"))
+            seen = max([seen, *(int(path.name[6:12]) for path in partial)])
+            if partial and seen > last + 1:
+                time.sleep(0.002 * (kill % 5))
+                break
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        known = steps(checkpoints)
+        assert known, list(checkpoints.iterdir())
+        assert known[-1] >= last
+        assert known[-1] >= seen - 1
+        for step in known:
+            state = checkpoint.read_state(checkpoints, step)[1]
+            assert state["step"] == step
+        last, begun = known[-1], begun + 1
+    process = context.Process(target=cli.main, args=(words_of(home, out, "--resume"),))
+    process.start()
+    while process.is_alive() and (steps(checkpoints) or [0])[-1] < last + 2:
+        time.sleep(0.01)
+    os.kill(process.pid or 0, signal.SIGTERM)
+    process.join()
+    assert process.exitcode == 0
+    rows = folder.rows(out / "history.jsonl")
+    assert steps(checkpoints)[-1] == rows[-1]["step"] < 8 + 4 * KILLS
+    assert cli.run(words_of(home, out, "--resume")) == 0
+    assert cli.run(words_of(home, tmp_path / "whole")) == 0
+    rows, whole = (folder.rows(path / "history.jsonl") for path in (out, tmp_path / "whole"))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in whole]
