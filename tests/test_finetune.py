@@ -304,3 +304,13 @@ def test_the_transformer_is_given_what_the_pipeline_gives_it(name: str, monkeypa
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert family.output(about, noisy, out).shape == noisy.shape
     assert about.tokens(noisy.shape) > 0
+
+
+@pytest.mark.parametrize("kind", ["blocks", "selective"])
+def test_recomputed_blocks_give_the_same_losses(kind: str, home: SimpleNamespace, tmp_path: Path) -> None:
+    """Bit for bit, through dense and sparse steps."""
+    losses = []
+    for number, way in enumerate(("none", kind)):
+        tuner = Finetuner(config_of(home, tmp_path / str(number), steps=4, checkpointing=way, val_fraction=0.0))
+        losses.append([row["loss"] for row in tuner.fit()])
+    assert losses[0] == losses[1]
