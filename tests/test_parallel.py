@@ -117,7 +117,7 @@ MODELS = [
     ("dit", 2, 1), ("dit", 1, 2), ("dit", 2, 2), ("dit7", 4, 1), ("dit", 1, 4), ("dit", 4, 2),
     ("wan", 2, 1), ("wan", 1, 4), ("wan22-per-token-time", 1, 2), ("wan22-per-token-time", 2, 2),
     ("cogvideox15-rope", 2, 1), ("cogvideox15-rope", 2, 2), ("ltx", 1, 2), ("skyreels", 1, 2),
-    ("hunyuan", 1, 2), ("hunyuan15-image", 2, 1), ("mochi", 2, 2), ("vace", 1, 2), ("ltx2", 1, 2),
+    ("hunyuan", 1, 2), ("hunyuan15", 2, 1), ("mochi", 2, 2), ("vace", 1, 2), ("ltx2", 1, 2),
     ("ltx23-split-gated", 2, 1), ("minimax", 1, 2), ("minimax", 2, 2),
 ]  # fmt: skip
 
