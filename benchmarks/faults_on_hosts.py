@@ -139,6 +139,7 @@ def main() -> int:
     reason = why_not()
     if reason:
         parser.error(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces are removed
     found: dict[str, Any] = {}
     for fault in options.faults.split(","):
         found[fault] = try_fault(fault, options.timeout, options.limit)
