@@ -169,7 +169,7 @@ def test_signals_save_and_stop(config: TrainConfig, monkeypatch, number: int, wh
     elif where == "validation":
         monkeypatch.setattr(loop, "loss", pressing(loop.loss, press, 5))  # four steps, then the first validation
     else:
-        monkeypatch.setattr(checkpoint, "_flush", pressing(checkpoint._flush, press, 2))
+        monkeypatch.setattr(checkpoint, "flush", pressing(checkpoint.flush, press, 2))
     trainer.fit()
     assert trainer.interrupted == number
     assert checkpoint.steps(config.out / "checkpoints")[-1] == trainer.step == 4
