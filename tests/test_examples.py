@@ -1,5 +1,6 @@
 """The examples run as they stand, and do what they say."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,14 @@ def test_reuse_in_a_pipeline(tmp_path: Path) -> None:
     assert rows["schedule"][1] == "40%"
     assert 0 < float(rows["schedule"][-1]) < 0.05
     assert 0 < float(rows["every third step"][-1]) < 0.05
+
+
+def test_a_servers_loop_of_changing_requests_with_cancellations() -> None:
+    """Finished clips are a fresh pipeline's bit by bit, and tensors that are alive do not grow (exit code 0)."""
+    pytest.importorskip("diffusers")
+    said = run("server_loop.py", "--requests", "15", "--check")
+    finished, cancelled = (int(re.search(rf"(\d+) {word}", said)[1]) for word in ("finished", "cancelled"))
+    assert finished + cancelled == 15
+    assert cancelled >= 2
+    assert "0 differ" in said
+    assert int(re.search(r"(\d+)% of the calls held", said)[1]) > 10
