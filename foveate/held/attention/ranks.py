@@ -60,6 +60,7 @@ class StateRanks:
         group, sizes = self.outer, [b - a for a, b in map(layout.part, range(layout.parts))]
         packed = torch.stack([k, v]).movedim(2, 0).contiguous()  # (S, 2, B, g, D): rows are tokens
         coming: dict[int, Pending] = {}
+        going: list[Pending] = []  # what is sent only must live until it has arrived too
         for away, receives in rounds(needs):
             source, target = (group.rank - away) % group.size, (group.rank + away) % group.size
             send, receive = [0] * group.size, [0] * group.size
@@ -69,12 +70,14 @@ class StateRanks:
             pending = group.all_to_all(sent, send, receive, f"keys of {where}")
             if receives[group.rank]:
                 coming[source] = pending
+            else:
+                going.append(pending)
         spans = [
             span for number, bundle in enumerate(bundles) if fresh[group.rank][number]
             for span in layout.keys(group.rank, bundle, self.config.local)
         ]  # fmt: skip
         wanted = self.config.local == "fresh" or any(a <= layout.bounds[group.rank] < b for a, b in spans)
-        return Fetched(coming, packed, layout, group.rank, wanted)
+        return Fetched(coming, going, packed, layout, group.rank, wanted)
 
     def gather(self, sums: Tensor, apart: bool) -> Tensor:
         """Measured sums (L, 1, N, 5) of this rank -> (L, P, N, 5), the same on all ranks of the branch."""
@@ -91,9 +94,17 @@ class StateRanks:
 class Fetched:
     """Keys and values (t, 2, B, g, D) by part, waited for when first asked for. own_wanted: this rank's too."""
 
-    def __init__(self, coming: dict[int, Pending], own: Tensor, layout: Layout, rank: int, own_wanted: bool):
+    def __init__(
+        self,
+        coming: dict[int, Pending],
+        going: list[Pending],
+        own: Tensor,
+        layout: Layout,
+        rank: int,
+        own_wanted: bool,
+    ):
         self.own_wanted = own_wanted
-        self._coming, self._layout, self._here = coming, layout, {rank: own}
+        self._coming, self._going, self._layout, self._here = coming, going, layout, {rank: own}
 
     def keys(self, span: tuple[int, int], without: int | None = None) -> tuple[Tensor, Tensor] | None:
         """k, v (B, t, g, D) of the parts inside a span of tokens, but one; None where that leaves none."""
@@ -109,7 +120,9 @@ class Fetched:
         return k, v
 
     def finish(self) -> None:
-        """Wait for what nobody asked for (there is none, unless a layer failed)."""
+        """Wait for what is sent, and for what nobody asked for (there is none, unless a layer failed)."""
+        for pending in self._going:
+            pending.wait()
         for part, pending in self._coming.items():
             if part not in self._here:
                 pending.wait()
