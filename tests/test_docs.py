@@ -17,7 +17,7 @@ from foveate.models.dit import DiTConfig, VideoDiT
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Code that is not run here: what needs ranks (the examples' tests run it), and parts of a file in the package.
-ELSEWHERE = ("parallelize(", "class LTXProcessor", "class MochiProcessor")
+ELSEWHERE = ("ray.train", "parallelize(", "class LTXProcessor", "class MochiProcessor")
 
 
 def code(page: Path) -> list[str]:
