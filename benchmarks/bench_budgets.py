@@ -100,7 +100,7 @@ class Frozen:
                     self.dense[id(sample)] = outputs[-1]
             dense, sparse = outputs
             losses = [float((out - sample.target).square().mean()) for out in outputs]
-            pairs.append(Pair(*losses, float((sparse - dense).square().mean())))
+            pairs.append(Pair(losses[0], losses[1], float((sparse - dense).square().mean())))
         return gap(pairs)
 
 
