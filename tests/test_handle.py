@@ -580,7 +580,7 @@ def test_ranks_decide_alike_on_different_data(kind: str, tmp_path: Path) -> None
         str(script),
         kind,
     ]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("same on both ranks") == 2
 
