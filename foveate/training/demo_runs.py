@@ -31,7 +31,7 @@ from foveate.training.recipes import TrainConfig
 from foveate.training.record import denoised
 
 SIZES = ((64, 64), (96, 84), (128, 128))  # pixels of the clips that steps are timed on: 5, 10, 20 thousand tokens
-TURNS = (4, 3, 2)  # at these sizes
+TURNS = (4, 3, 1)  # at these sizes
 MORE_TURNS = 3  # at most, at the longest, where other load may have hit the first ones
 
 Choose = Callable[[Trainer, Layer, Tensor, Tensor, Tensor], Selection]
