@@ -280,6 +280,18 @@ def gate(options: argparse.Namespace, device: torch.device, topology: Topology, 
     return float(everyone([worst], device).max())
 
 
+def join() -> torch.device:
+    """Join torchrun's ranks, on GPUs where there are any. This rank's device."""
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        TRAFFIC.timed = True
+    torch.set_num_threads(1)
+    return device
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="safetensors with step0.q ... step1.v in raster order")
@@ -294,14 +306,7 @@ def main() -> int:
     parser.add_argument("--links", type=Path, help="links that --measure-links has written")
     parser.add_argument("--predict", action="store_true", help="write predictions and stop, nothing is measured")
     options = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        TRAFFIC.timed = True
-    torch.set_num_threads(1)
-    code = report(options, device)
+    code = report(options, join())
     dist.barrier()
     dist.destroy_process_group()
     return code

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import tiny_wan
-import torch
 import torch.distributed as dist
+from bench_cluster import join
 
 import foveate as fv
 from foveate.parallel.comm import TRAFFIC
@@ -77,13 +77,7 @@ def main() -> int:
     parser.add_argument("--wait", type=float, default=0.0, help="seconds of a block on one rank")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        TRAFFIC.timed = True
-    torch.set_num_threads(1)
+    device = join()
     ranks, hosts = dist.get_world_size(), len(set(ask_hosts().of))
     model = tiny_wan.load(device=device)
     wait = options.wait / ranks

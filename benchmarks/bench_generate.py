@@ -35,7 +35,9 @@ from generation_summary import OURS, Outcome, chosen, plain, plot, print_table, 
 
 import foveate as fv
 import foveate.attention
+from foveate.kernels.bits import unpack
 from foveate.quality import psnr, ssim
+from foveate.tiles import TILE
 
 SHARES = (0.24, 0.28, 0.32, 0.36, 0.4, 0.44, 0.48, 0.54, 0.6, 0.66, 0.72, 0.8)  # of the calls, of our schedules
 GATE_DB = {"float32": 60.0, "float16": 30.0}  # dB that rounding alone leaves of equal runs, through all steps
@@ -58,9 +60,17 @@ def counting() -> Iterator[Counter]:
             counter.pairs += query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
         return plain(query, key, *rest, **options)
 
-    def by_token(q: Any, k: Any, *rest: Any) -> Any:
-        counter.pairs += q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
-        return ours(q, k, *rest)
+    def by_token(q: Any, k: Any, v: Any, words: Any, pooled: Any, *rest: Any) -> Any:
+        batch, tokens, heads, _ = q.shape
+        dense = batch * heads * tokens * k.shape[1]
+        if words is None:
+            counter.pairs += dense
+        else:
+            tiles = -(-k.shape[1] // TILE)
+            kept = unpack(words, tiles).float().mean().item()
+            means = 0 if pooled is None else batch * tokens * tiles * int(torch.as_tensor(pooled).expand(heads).sum())
+            counter.pairs += round(dense * kept) + means
+        return ours(q, k, v, words, pooled, *rest)
 
     changed: Any = foveate.attention
     torch.nn.functional.scaled_dot_product_attention, changed._attend = by_head, by_token

@@ -23,47 +23,15 @@ from typing import Any
 
 import tiny_wan
 import torch
-from bench_generate import Bench, Counter
+from bench_generate import Bench, counting
 from generation_methods import Method
 from generation_summary import Outcome
 
 import foveate as fv
 import foveate.attention
-from foveate.kernels.bits import unpack
-from foveate.tiles import TILE
 
 DENSE_STEPS, GATE_DB = 3, 60.0
 QUALITIES, BUDGETS = (0.98, 0.95, 0.9, 0.7), (0.5, 0.3, 0.15)
-
-
-@contextmanager
-def counting() -> Iterator[Counter]:
-    """Query-key pairs x heads x batch of self-attention, sparse or not, where kernels are called."""
-    counter, plain, ours = Counter(), torch.nn.functional.scaled_dot_product_attention, foveate.attention._attend
-
-    def by_head(query: Any, key: Any, *rest: Any, **options: Any) -> Any:
-        if key.shape[2] > tiny_wan.WORDS:  # keys that are no text
-            counter.pairs += query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-        return plain(query, key, *rest, **options)
-
-    def by_token(q: Any, k: Any, v: Any, words: Any, pooled: Any, *rest: Any) -> Any:
-        batch, tokens, heads, _ = q.shape
-        dense = batch * heads * tokens * k.shape[1]
-        if words is None:
-            counter.pairs += dense
-        else:
-            tiles = -(-k.shape[1] // TILE)
-            kept = unpack(words, tiles).float().mean().item()
-            means = 0 if pooled is None else batch * tokens * tiles * int(torch.as_tensor(pooled).expand(heads).sum())
-            counter.pairs += round(dense * kept) + means
-        return ours(q, k, v, words, pooled, *rest)
-
-    changed: Any = foveate.attention
-    torch.nn.functional.scaled_dot_product_attention, changed._attend = by_head, by_token
-    try:
-        yield counter
-    finally:
-        torch.nn.functional.scaled_dot_product_attention, changed._attend = plain, ours
 
 
 def method(family: str, quality: float, budget: float | None) -> Method:

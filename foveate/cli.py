@@ -71,14 +71,11 @@ def train(
         allow_change: With --resume, dials that may differ from the run's own although they make another run of it.
         file: YAML or JSON file of these flags; flags beside it win.
     """
-    from foveate.training import folder
     from foveate.training.loop import Trainer
     from foveate.training.progress import watch
 
     refuse_many_processes("train")
-    if resume and overwrite:
-        raise ValueError("--resume goes on with a run, --overwrite replaces it: give one of them")
-    folder.check(config.out, resume=resume, overwrite=overwrite)
+    may_write(config.out, resume, overwrite)
     with watch(messages, "train", config.steps) as show:
         trainer = Trainer(config, on_step=show)
         if resume:
@@ -87,6 +84,15 @@ def train(
     word = "interrupted, saved" if trainer.interrupted else "done"
     console.print(f"{word} at step {trainer.step}: {config.out / 'model.safetensors'}")
     return 128 + trainer.interrupted if trainer.interrupted else 0
+
+
+def may_write(out: Path, resume: bool, overwrite: bool) -> None:
+    """Raises ValueError, before any work, where a run may not write into `out`."""
+    from foveate.training import folder
+
+    if resume and overwrite:
+        raise ValueError("--resume goes on with a run, --overwrite replaces it: give one of them")
+    folder.check(out, resume=resume, overwrite=overwrite)
 
 
 def encode(config: Annotated[EncodeConfig, tyro.conf.arg(name="")], file: File = None) -> int:
@@ -127,12 +133,9 @@ def finetune(
         file: YAML or JSON file of these flags; flags beside it win.
     """
     from foveate.finetune.loop import Finetuner
-    from foveate.training import folder
     from foveate.training.progress import watch
 
-    if resume and overwrite:
-        raise ValueError("--resume goes on with a run, --overwrite replaces it: give one of them")
-    folder.check(config.out, resume=resume, overwrite=overwrite)
+    may_write(config.out, resume, overwrite)
     with watch(messages, "train", config.steps) as show:
         tuner = Finetuner(config, on_step=show)
         if resume:

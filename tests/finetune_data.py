@@ -35,21 +35,29 @@ def wan(folder: Path) -> Path:
     vae = diffusers.AutoencoderKLWan(
         base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.1] * 4, latents_std=[0.9] * 4
     )
-    transformer = diffusers.WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, num_layers=2, text_dim=16,
-        freq_dim=16, ffn_dim=64, rope_max_seq_len=32,
-    )  # fmt: skip
-    for parameter in transformer.parameters():
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.1)
+    model = tiny_wan()
     scheduler = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
     pipe = diffusers.WanPipeline(
-        tokenizer=tokenizer(), text_encoder=encoder, vae=vae, scheduler=scheduler, transformer=transformer
+        tokenizer=tokenizer(), text_encoder=encoder, vae=vae, scheduler=scheduler, transformer=model
     )
     pipe.save_pretrained(folder)
     return folder
+
+
+def tiny_wan() -> Any:
+    """A tiny Wan transformer of which no layer is silent."""
+    import diffusers
+
+    model = diffusers.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, num_layers=2, text_dim=16,
+        freq_dim=16, ffn_dim=64, rope_max_seq_len=32,
+    )  # fmt: skip
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
 
 
 def clips(folder: Path, count: int = 6) -> Path:
@@ -73,14 +81,7 @@ def transformer(folder: Path) -> Path:
     import diffusers
 
     torch.manual_seed(0)
-    model = diffusers.WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, num_layers=2, text_dim=16,
-        freq_dim=16, ffn_dim=64, rope_max_seq_len=32,
-    )  # fmt: skip
-    for parameter in model.parameters():
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder / "transformer")
+    tiny_wan().save_pretrained(folder / "transformer")
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.save_pretrained(folder / "scheduler")
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))

@@ -15,12 +15,11 @@ from worlds import PRELOAD, Worlds
 pytest.importorskip("diffusers", reason="needs diffusers: pip install 'foveate[diffusers]'")
 
 from foveate import cli
-from foveate.finetune import checkpoint
 from foveate.finetune.config import FinetuneConfig
 from foveate.finetune.loop import Finetuner
 from foveate.sparsity.config import SparsityConfig
 from foveate.training import folder
-from foveate.training.checkpoint import steps
+from foveate.training.checkpoint import read_state, steps
 
 STEPS, SAVED = 15, 5
 KILLS = int(os.environ.get("FOVEATE_KILLS", "1"))
@@ -110,7 +109,7 @@ def test_kills_during_saves_lose_nothing_and_sigterm_leaves_with_0(home: Path, t
         assert known[-1] >= last
         assert known[-1] >= seen - 1
         for step in known:
-            state = checkpoint.read_state(checkpoints, step)[1]
+            state = read_state(checkpoints, step)[1]
             assert state["step"] == step
         last, begun = known[-1], begun + 1
     process = context.Process(target=cli.main, args=(words_of(home, out, "--resume"),))

@@ -92,17 +92,6 @@ class Saver:
         return self.root / f".{PREFIX}{step:06d}.partial"
 
 
-def read_state(root: Path, step: int | None = None) -> tuple[Path, dict[str, Any]]:
-    """The folder and the state.json of checkpoint `step`, the newest by default. ValueError where there is none."""
-    known = steps(root)
-    if not known:
-        raise ValueError(f"no checkpoint under {root}; train without --resume first")
-    if step is not None and step not in known:
-        raise ValueError(f"no checkpoint of step {step} under {root}; there are {known}")
-    folder = root / f"{PREFIX}{known[-1] if step is None else step:06d}"
-    return folder, json.loads((folder / "state.json").read_text())
-
-
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Read a checkpoint's tensors into these, in place, whatever ranks wrote it. On all ranks alike."""
     _, size = fsdp.rank_and_size()

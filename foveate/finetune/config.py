@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from foveate.sparsity.config import SparsityConfig
-from foveate.training.recipes import absolute, as_json
+from foveate.training.recipes import absolute, as_json, check_rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,7 @@ class FinetuneConfig:
             )
         if not (0 <= self.val_fraction < 1 and 0 <= self.drop_text <= 1):
             raise ValueError("--val-fraction must lie in 0 ... 1 (1 excluded), --drop-text in 0 ... 1")
-        if min(self.lr, self.clip) <= 0 or not 0 <= self.ema < 1 or not 0 <= self.decay_to <= 1:
-            raise ValueError("--lr and --clip must be above 0, --ema in 0 ... 1 (1 excluded), --decay-to in 0 ... 1")
+        check_rates(self.lr, self.clip, self.ema, self.decay_to)
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")

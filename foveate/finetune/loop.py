@@ -14,7 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,10 +30,10 @@ from foveate.finetune.noising import noising
 from foveate.parallel import ParallelConfig, fsdp, mean_over_ranks, parallelize
 from foveate.sparsity.handle import Handle, sparsify
 from foveate.training import folder
-from foveate.training.checkpoint import join, last, set_aside, split
+from foveate.training.checkpoint import join, last, read_state, set_aside, split
 from foveate.training.loop import learning_rate
 from foveate.training.machine import pick_device
-from foveate.training.record import Events, measured
+from foveate.training.record import measured, recorded
 from foveate.training.signals import noted
 
 log = logging.getLogger("foveate")
@@ -150,12 +150,9 @@ class Finetuner:
             for stale in (out / folder.CHECKPOINTS).glob(".*.partial"):  # of a run that was killed
                 shutil.rmtree(stale, ignore_errors=True)
             history = folder.rows(out / folder.HISTORY)
-            with (out / folder.HISTORY).open("a") as file, Events(config, self.step) as events:
-                for row in self._run():
+            with closing(recorded(config, self.step, self._run())) as rows:
+                for row in rows:
                     history.append(row)
-                    file.write(json.dumps(row) + "\n")
-                    file.flush()
-                    events.write(row)
                     self.on_step(row)
         return history
 
@@ -206,9 +203,10 @@ class Finetuner:
         config, kept, loss, tokens = self.config, self.kept, torch.zeros((), device=self.device), 0
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
+        model: Any = self.model
         for number, forward in enumerate(forwards):
             if self.ranks > 1:  # gradients are reduced once a step
-                self._root.set_requires_gradient_sync(number == len(forwards) - 1)
+                model.set_requires_gradient_sync(number == len(forwards) - 1)
             value = self.loss(forward) / len(forwards)
             value.backward()
             loss += value.detach()
@@ -233,10 +231,6 @@ class Finetuner:
             "tokens_per_second": told[3] * self.replicas / seconds, "kept": kept,
             "lr": self.optimizer.param_groups[0]["lr"], **more,
         }, told[2] > 0  # fmt: skip
-
-    @property
-    def _root(self) -> Any:
-        return self.model
 
     def loss(self, forward: Forward) -> Tensor:
         """Mean squared error of what the model predicts. A first frame that is given clean has none."""
@@ -319,7 +313,7 @@ class Finetuner:
         return found
 
     def save(self, *, wait: bool = False) -> None:
-        """Begin a checkpoint of this step; LoRA is exported too. On all ranks alike."""
+        """Begin a checkpoint of this step. On all ranks alike."""
         tensors = {name: x.detach() for name, x in self._tensors().items()}
         state: dict[str, Any] = {"step": self.step, "pipeline": self.about.pipeline, "part": self.part}
         state["lora"] = self.config.lora
@@ -350,7 +344,7 @@ class Finetuner:
         out = self.config.out
         for line in folder.changes(self.config, allow):
             log.info("resumed with a change, %s", line)
-        self.load(*checkpoint.read_state(out / folder.CHECKPOINTS, step))
+        self.load(*read_state(out / folder.CHECKPOINTS, step))
         if self.rank == 0:
             for name in (folder.HISTORY, folder.PLANS):
                 folder.keep_until(out / name, self.step)

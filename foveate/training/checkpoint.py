@@ -70,14 +70,19 @@ def steps(root: Path) -> list[int]:
 
 def load(root: Path, step: int | None = None) -> tuple[dict[str, dict[str, Tensor]], dict]:
     """Parts and state of checkpoint `step`, the newest by default. ValueError where there is none."""
+    folder, state = read_state(root, step)
+    return {file.stem: aligned(load_file(file)) for file in sorted(folder.glob("*.safetensors"))}, state
+
+
+def read_state(root: Path, step: int | None = None) -> tuple[Path, dict[str, Any]]:
+    """The folder and the state.json of checkpoint `step`, the newest by default. ValueError where there is none."""
     known = steps(root)
     if not known:
         raise ValueError(f"no checkpoint under {root}; train without --resume first")
     if step is not None and step not in known:
         raise ValueError(f"no checkpoint of step {step} under {root}; there are {known}")
     folder = root / f"{PREFIX}{known[-1] if step is None else step:06d}"
-    parts = {file.stem: aligned(load_file(file)) for file in sorted(folder.glob("*.safetensors"))}
-    return parts, json.loads((folder / "state.json").read_text())
+    return folder, json.loads((folder / "state.json").read_text())
 
 
 def set_aside(root: Path, step: int) -> list[str]:

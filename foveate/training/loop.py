@@ -11,6 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from foveate.training import checkpoint, folder
 from foveate.training.flow import Batch, Batches, Conditions, fixed_batches, loss
 from foveate.training.machine import compiles, pick_device, refuse_many_processes
 from foveate.training.recipes import TrainConfig, as_json
-from foveate.training.record import Events, measured, sample
+from foveate.training.record import measured, recorded, sample
 from foveate.training.signals import noted
 from foveate.training.text import embed_captions
 
@@ -105,21 +106,18 @@ class Trainer:
             "validation losses every %d steps: about %.1f %% of the time; sparsify: %.0f %% at most",
             self.validate_every, 100 * self._validating, 100 * cadence.SHARE,
         )  # fmt: skip
-        with folder.claimed(out, overwrite=overwrite), noted(self):
+        rows = recorded(config, self.step, self._rows())
+        with folder.claimed(out, overwrite=overwrite), noted(self), closing(rows):
             (out / folder.CONFIG).write_text(json.dumps(config.to_dict(), indent=1))
             folder.list_skipped(out, self.clips.skipped)
             history = folder.rows(out / folder.HISTORY)
-            with (out / folder.HISTORY).open("a") as file, Events(config, self.step) as events:
-                for row in self._rows():
-                    history.append(row)
-                    file.write(json.dumps(row) + "\n")
-                    file.flush()
-                    events.write(row)
-                    self.on_step(row)
-                    if "switched" in row and not self._switched_before():
-                        self.save(folder.SWITCH)  # kept for good: where twins and second thoughts start from
-                    if self.interrupted or self.step % config.checkpoint_every == 0 or self.step == config.steps:
-                        self.save()
+            for row in rows:
+                history.append(row)
+                self.on_step(row)
+                if "switched" in row and not self._switched_before():
+                    self.save(folder.SWITCH)  # kept for good: where twins and second thoughts start from
+                if self.interrupted or self.step % config.checkpoint_every == 0 or self.step == config.steps:
+                    self.save()
         return history
 
     def _switched_before(self) -> bool:

@@ -12,6 +12,15 @@ from foveate.models.dit import DiTConfig
 from foveate.sparsity.config import SparsityConfig
 
 
+def check_rates(lr: float, clip: float, ema: float, decay_to: float) -> None:
+    """Raises ValueError for dials of an optimiser, of any trainer, that cannot be."""
+    if not (0 < lr < math.inf and clip > 0 and 0 <= ema < 1 and 0 <= decay_to <= 1):
+        raise ValueError(
+            "--lr (finite) and --clip must be above 0, --ema in 0 ... 1 (1 excluded), --decay-to in 0 ... 1; "
+            f"got {lr}, {clip}, {ema}, {decay_to}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Every dial of a training run."""
@@ -106,8 +115,7 @@ class TrainConfig:
         for name in ("warmup", "workers", "sample_every", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if not (0 < self.lr < math.inf and self.clip > 0) or not 0 <= self.ema < 1 or not 0 <= self.decay_to <= 1:
-            raise ValueError("lr (finite) and clip must be above 0, ema in 0 ... 1 (1 excluded), decay_to in 0 ... 1")
+        check_rates(self.lr, self.clip, self.ema, self.decay_to)
         if any(index >= self.model.depth for index in self.sparsity.dense_layers):
             raise ValueError(f"dense_layers must lie in 0 ... {self.model.depth - 1}, got {self.sparsity.dense_layers}")
         if self.unconditional and (self.model.classes or self.model.text_dim):

@@ -3,6 +3,8 @@
 Shapes: L layers, H heads, C channels, F frames, Y height, X width.
 """
 
+import json
+from collections.abc import Generator, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from foveate.data import to_uint8, write_mp4
 from foveate.sample import generate
 from foveate.sparsity.handle import Handle
 from foveate.training.flow import stream
+from foveate.training.folder import HISTORY
 
 if TYPE_CHECKING:
     from foveate.training.loop import Trainer
@@ -45,6 +48,16 @@ class Events:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def recorded(config: Any, step: int, rows: Iterable[dict]) -> Generator[dict]:
+    """The rows of a run from `step` on, each written to its history, and to its events, before it is given on."""
+    with (config.out / HISTORY).open("a") as file, Events(config, step) as events:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            events.write(row)
+            yield row
 
 
 def denoised(
