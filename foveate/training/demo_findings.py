@@ -17,7 +17,7 @@ from foveate.training import folder
 
 FILE, CLIPS = "demo.json", "clips.safetensors"
 TOLERANCE = 0.01  # of the dense twin's loss on held-out clips
-SPEEDUP = 1.5  # at the longest clip; 1.9 measured on two idle cores: a first run must not fail by luck
+SPEEDUP = 1.5  # at the longest clip; 1.9 to 2.1 measured on two idle cores: a first run must not fail by luck
 SPARSE_SHARE, KEPT = 0.5, 0.35  # of the steps, at least; of the tiles in them, at most
 
 
