@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
+from torch.nn.functional import pad
 
 from foveate import costs
 from foveate.kernels import dense, fa4, reference
@@ -26,6 +27,7 @@ from foveate.tiles import Selection, VideoGrid
 log = logging.getLogger("foveate")
 
 HEAD_DIMS = (32, 64, 96, 128, 256)  # of GPU kernels; others are filled up with zeros
+MASK_COLUMNS = 8  # beside the head dim, where keys are masked: kernels want multiples of 8
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PERIPHERIES = {"drop": -torch.inf, "pool": 0.0}
 Periphery = str | float | Sequence[str | float] | Tensor
@@ -169,24 +171,53 @@ def attend(
 
 
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> AttnState:
-    """Dense attention of q (B, M, H, D) to those keys of k, v (B, S, G, D) that `valid`, bool (B, S), names; D <= 248.
+    """Dense attention of q (B, M, H, D) to those keys of k, v (B, S, G, D) that `valid`, bool (B, S), names; D <= 240.
 
     A sequence without a valid key has an lse of about -1e5 or less, which weighs nothing where it is merged. Whatever
     stands in keys and values that are not valid, NaN included, reaches nothing. None: all are.
 
     Kernels need no mask for it: further columns of the head dim hold a constant in queries, and in keys 0, or what
-    makes the logit so low that its exponential is exactly 0. Meant for a few keys: columns cost as the head dim does.
+    makes the logit so low that its exponential is exactly 0. They are made again in the backward, not kept.
     """
     if valid is None:
         return attend(q, k, v)
-    dim = q.shape[-1]
-    wide = kernel_dim(dim + 8, q.device.type)
-    k, v = (x.masked_fill(~valid[:, :, None, None], 0) for x in (k, v))
-    bias = torch.where(valid, 0.0, -32768.0).to(k.dtype)[:, :, None, None].expand(*k.shape[:3], 1)
-    q = torch.nn.functional.pad(q, (0, wide - dim), value=256.0)
-    k = torch.nn.functional.pad(torch.cat([k, bias], -1), (0, wide - dim - 1))
-    state = attend(q, k, torch.nn.functional.pad(v, (0, wide - dim)), scale=dim**-0.5)
-    return AttnState(state.out[..., :dim], state.lse)
+    _check(q, k, v, None, "auto")
+    _refuse_transforms(q, k, v)
+    return AttnState(*_Masked.apply(q, k, v, valid))  # type: ignore[misc]
+
+
+class _Masked(torch.autograd.Function):
+    """`attend_masked` with a mask."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        dim = q.shape[-1]
+        out, lse = _attend(*_with_mask(q, k, v, valid), None, None, "auto", 64, 64, dim**-0.5, False)
+        out = out[..., :dim].contiguous()
+        ctx.save_for_backward(q, k, v, valid, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None):
+        q, k, v, valid, out, lse = ctx.saved_tensors
+        dim, (dout, dlse) = q.shape[-1], grads
+        dout = torch.zeros_like(out) if dout is None else dout
+        dout, out = (pad(x, (0, MASK_COLUMNS)) for x in (dout, out))
+        wide = _with_mask(q, k, v, valid)
+        dqkv = _attend_backward(dout, dlse, *wide, out, lse, None, None, "auto", 64, 64, dim**-0.5)
+        dq, dk, dv = (x[..., :dim] for x in dqkv)
+        gone = ~valid[:, :, None, None]
+        return dq, dk.masked_fill(gone, 0), dv.masked_fill(gone, 0), None
+
+
+def _with_mask(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v with MASK_COLUMNS more."""
+    gone = ~valid[:, :, None, None]
+    k, v = (x.masked_fill(gone, 0) for x in (k, v))
+    bias = torch.where(gone, -32768.0, 0.0).to(k.dtype).expand(*k.shape[:3], 1)
+    k = pad(torch.cat([k, bias], -1), (0, MASK_COLUMNS - 1))
+    return pad(q, (0, MASK_COLUMNS), value=256.0), k, pad(v, (0, MASK_COLUMNS))
 
 
 @torch.library.custom_op("foveate::attend", mutates_args=())
@@ -210,7 +241,7 @@ def _attend(
     batch, tokens, heads, dim = q.shape
     if not batch:
         return torch.empty_like(q, dtype=torch.float32 if wide else None), q.new_empty(0, heads, tokens).float()
-    q, k, v = _fill_up(q, k, v)
+    q, k, v = _fill_up(q, k, v, dense=words is None and kernel != "fa4")
     module, options = _load(kernel, q, words, kv_tile), _options(words, pooled, query_tile, kv_tile, scale)
     if hasattr(module, "check"):
         checked = {name: value for name, value in options.items() if name != "words"}
@@ -248,7 +279,7 @@ def _attend_backward(
     dim, dtype = q.shape[-1], torch.float32 if wide else q.dtype
     if not len(q):
         return torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
-    dout, q, k, v, out = _fill_up(dout, q, k, v, out)
+    dout, q, k, v, out = _fill_up(dout, q, k, v, out, dense=words is None and kernel != "fa4")
     module, options = _load(kernel, q, words, kv_tile), _options(words, pooled, query_tile, kv_tile, scale)
     with no_autocast(q.device):
         grads = module.backward(dout, dlse, q, k, v, out, lse, **options, **_width(module, wide))
@@ -312,11 +343,16 @@ def kernel_dim(dim: int, device: str) -> int:
     return dim if device == "cpu" else next(size for size in HEAD_DIMS if size >= dim)
 
 
-def _fill_up(*tensors: Tensor) -> list[Tensor]:
-    """Zero columns up to `kernel_dim`: they change no logit, and what comes out of them is cut off."""
+def _fill_up(*tensors: Tensor, dense: bool) -> list[Tensor]:
+    """Zero columns up to `kernel_dim`: they change no logit, and what comes out of them is cut off.
+
+    torch's dense kernels take any multiple of 8, and above 128 it matters: a mask's columns, and those of an lse's
+    gradient, would not fit beside 256.
+    """
     dim = tensors[0].shape[-1]
-    spare = kernel_dim(dim, tensors[0].device.type) - dim
-    return [torch.nn.functional.pad(x, (0, spare)) if spare else x for x in tensors]
+    most = kernel_dim(dim, tensors[0].device.type)
+    spare = (-dim % 8 if dense and most > 128 else most - dim) if most > dim else 0
+    return [pad(x, (0, spare)) if spare else x for x in tensors]
 
 
 def _options(

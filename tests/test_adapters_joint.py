@@ -1,11 +1,14 @@
 """Video and other tokens in one attention: padding, policies, compiled blocks, LoRA, held states, packed sequences."""
 
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import CASES, PADDED, TOKENS, Kept, assert_same, make, minimax_inputs, rand, results
 from torch import Tensor, nn
+from worlds import Worlds
 
 import foveate as fv
 from foveate.attention import Dense, attend, attend_masked, merge
@@ -138,21 +141,29 @@ def test_lora_trains_as_on_the_plain_model(name: str) -> None:
     assert_same(results(model, inputs), plain, 3e-5)  # gradients of matrices of rank 2 are small
 
 
-@pytest.mark.parametrize("name", NEW)
-def test_held_states_are_merged_with_fresh_ones(name: str) -> None:
+def held(name: str, **config: Any) -> None:
     """A forward that never changes: what is held is what would be computed, so held steps give the plain model."""
     model, inputs = make(name, SMALL)
-    if name == "minimax":
-        inputs["timestep"] = torch.tensor([0.3, 0.3])
     with torch.no_grad():
         plain = model(**inputs, return_dict=False)
-        with fv.reuse(model, fv.ReuseConfig(hold="attention", interval=3, warmup=2)) as handle:
+        with fv.reuse(model, fv.ReuseConfig(hold="attention", interval=3, warmup=2, **config)) as handle:
             for step in range(6):
                 with handle.during(step=step, sigma=1 - step / 10):
                     found = model(**inputs, return_dict=False)
                 for ours, theirs in zip(found, plain, strict=True):
                     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
             assert handle.report().hit_rate > 0
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_held_states_are_merged_with_fresh_ones(name: str) -> None:
+    held(name)
+
+
+def test_held_states_on_two_ranks(worlds: Worlds) -> None:
+    worlds(2).run(held, "hunyuan")
+    worlds(2).run(partial(held, head=1, states=2, groups=2, local="fresh"), "mochi")
+    worlds(2).run(partial(held, head=2), "minimax")
 
 
 def test_a_policy_without_states_is_refused() -> None:
@@ -224,7 +235,7 @@ def test_one_context_parallel_rank_runs_the_same_path(name: str) -> None:
 
 
 def test_head_dims_between_those_of_kernels_are_filled_up_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a card, where 40 becomes 64 and 48 (with the columns of a mask) 64 too."""
+    """As on a card, where 40 becomes 64, and so does 48, with the columns of a mask."""
     from foveate import attention
 
     q, k, v = (rand(2, 64, 2, 40) for _ in range(3))
