@@ -338,14 +338,14 @@ def run(bench: Bench) -> None:
         bench.parts(tokens)
         for mode in options.checkpoint:
             twice = (DSV[0], UNIFORM[0], *([DENSE_FA4] if unavailable("fa4", device) is None else []), DENSE)
-            for setting in (*twice, STAGE1, DSV[1], UNIFORM[1]):  # dense ones late: memory is allocated by then
+            for setting in (*twice, STAGE1, *DSV[1:], *UNIFORM[1:]):  # dense ones late: memory is allocated by then
                 if setting.name.startswith(tuple(options.settings)):
                     times = options.times if setting in twice else 1
                     bench.steps(model, setting, tokens, mode, times, measure=setting is DSV[0])
     del model
     free(device)
     for tokens in options.layerwise:
-        bench.by_layer(tokens, options.layer_checkpoint, [DENSE, DSV[0], UNIFORM[0], DSV[1], UNIFORM[1]])
+        bench.by_layer(tokens, options.layer_checkpoint, [DENSE, DSV[0], UNIFORM[0], *DSV[1:], *UNIFORM[1:]])
         bench.parts(tokens)
 
 
