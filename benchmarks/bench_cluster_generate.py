@@ -8,9 +8,9 @@ The small trained Wan (tiny_wan.py) makes one video by context parallelism over 
 reuse at --quality. One rank's own video is the gate: exact may differ from it by rounding only. PSNR is against exact.
 
 --wait: ranks of emulated hosts share cores, so a block takes at least as many seconds as a device would that needs so
-many for the whole sequence, divided by the ranks that share it: numbers are computed for real, time is a wait where that is longer.
-Exchanges are real. Run on one host and on two: seconds of the first over twice those of the second are the efficiency. On two hosts
-also with `cfg=2`, each host computing its own branch of the guidance.
+many for the whole sequence, divided by the ranks that share it: numbers are computed for real, time is a wait where
+that is longer. Exchanges are real. Run on one host and on two: seconds of the first over twice those of the second are
+the efficiency. On two hosts also with `cfg=2`, each host computing its own branch of the guidance.
 """
 
 import argparse
@@ -98,7 +98,8 @@ def main() -> int:
             "hosts": hosts, "wait_s": options.wait, "quality": options.quality, "gate_db": gate, "rows": rows,
             "times_faster": rows["exact"]["seconds"] / rows["reuse"]["seconds"],
             "exact_waits": rows["exact"]["waited"] / rows["exact"]["seconds"],
-            "psnr": {name: psnr(clip, clips["exact"]) for name, clip in clips.items() if name != "exact"}, "month": time.strftime("%Y-%m"),
+            "psnr": {name: psnr(clip, clips["exact"]) for name, clip in clips.items() if name != "exact"},
+            "month": time.strftime("%Y-%m"),
         }  # fmt: skip
         code = 0 if gate >= GATE else 1
         if options.out and not code:
