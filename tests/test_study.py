@@ -30,24 +30,9 @@ def test_rehearsal(study: ModuleType, tmp_path: Path, monkeypatch: pytest.Monkey
     kept = importlib.import_module("study_footage").load(file, "cpu")
     assert kept["held out"].names == ("map05",)
     assert torch.equal(kept["train"].clips[1], torch.from_numpy(pictures["alien"]))  # games are lossless
-    given = [
-        str(file),
-        "--out",
-        str(tmp_path),
-        "--size",
-        "tiny",
-        "--device",
-        "cpu",
-        "--checkpoint",
-        str(tmp_path / "c"),
-    ]
-    arms = [
-        "dense",
-        "10 %, weighed pool",
-        "5 %, coarse, distilled",
-        "10 %, window",
-        "10 %, weighed pool, in dense's time",
-    ]
+    given = [str(file), "--out", str(tmp_path), "--size", "tiny", "--device", "cpu"]
+    given += ["--checkpoint", str(tmp_path / "dense.pt")]
+    arms = ["dense", "10 %, weighed pool", "5 %, coarse, distilled", "10 %, window"]
     assert study.main([*given, "--steps", "5", "--arms", *arms]) == 0
     rows = {row["arm"]: row for row in study.study_results.read(tmp_path / "runs.jsonl")}
     assert list(rows) == arms
@@ -59,10 +44,8 @@ def test_rehearsal(study: ModuleType, tmp_path: Path, monkeypatch: pytest.Monkey
     assert over["over dense"] == pytest.approx(pool["loss"] / dense["loss"] - 1, abs=1e-5)
     assert over["time"] == pytest.approx(pool["seconds"] / dense["seconds"])
     text = (tmp_path / "runs.jsonl").read_text()
-    attend = study.study_peers.attend
-    monkeypatch.setattr(
-        study.study_peers, "attend", lambda q, k, v, *rest, **more: attend(q, k, 1.1 * v, *rest, **more)
-    )
+    peers, attend = study.study_peers, study.study_peers.attend
+    monkeypatch.setattr(peers, "attend", lambda q, k, v, *rest, **more: attend(q, k, 1.1 * v, *rest, **more))
     assert study.main([*given, "--arms", "dense"]) == 1  # from the same checkpoint: the window's gradients are wrong
     assert (tmp_path / "runs.jsonl").read_text() == text
 
