@@ -56,6 +56,23 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(WHERE, yellow=True)
 
 
+def pytest_configure() -> None:
+    """Triton's interpreter patches its language anew at every call of a device function: once a module is enough."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime.interpreter import InterpretedFunction
+
+    patched, plain = set(), InterpretedFunction.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__ in patched:
+            return self.rewrite()(*args, **kwargs)
+        patched.add(self.fn.__module__)
+        return plain(self, *args, **kwargs)
+
+    InterpretedFunction.__call__ = call
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `interpreted` run where TRITON_INTERPRET=1 (test_interpreter.py starts that), others elsewhere."""
     wanted = os.environ.get("TRITON_INTERPRET") == "1"

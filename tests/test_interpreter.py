@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("test_triton_sparse.py", "test_kernels_select.py", "test_triton_rotary.py", "test_fa4.py")
+FILES = [["test_triton_sparse.py"], ["test_kernels_select.py", "test_triton_rotary.py", "test_fa4.py"]]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_in_tritons_interpreter(name: str) -> None:
+@pytest.mark.parametrize("names", FILES, ids=["attention", "others"])
+def test_in_tritons_interpreter(names: list[str]) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, str(Path(__file__).parent / name)],
+        [*command, *(str(Path(__file__).parent / name) for name in names)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
