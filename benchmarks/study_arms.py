@@ -47,22 +47,23 @@ def _all() -> dict[str, Arm]:
                 ))  # fmt: skip
         for kind in ("window", "random"):
             arms.append(Arm(name=f"{share}, {kind}", kind=kind, budget=budget))
-    fixed = {"budget": 0.1, "periphery": "auto"}
+    for budget, name in ((0.1, "10 %, weighed pool"), (0.05, "5 %, weighed pool")):
+        fixed = {"budget": budget, "periphery": "auto"}
+        arms.append(Arm(
+            name=f"{name}, in dense's time", kind="foveate", budget=budget, sparsity=fixed, in_time_of=("dense", name)
+        ))  # fmt: skip
+        arms.append(Arm(name=f"{name}, scratch", kind="foveate", budget=budget, sparsity=fixed, start="scratch"))
     arms += [
-        Arm(
-            name="10 %, weighed pool, in dense's time", kind="foveate", budget=0.1, sparsity=fixed,
-            in_time_of=("dense", "10 %, weighed pool"),
-        ),
-        Arm(name="10 %, weighed pool, scratch", kind="foveate", budget=0.1, sparsity=fixed, start="scratch"),
         Arm(name="tolerance 0.5 %", kind="foveate", sparsity={"tolerance": 0.005, "often": 10, "rare": 30}),
         Arm(name="DSV's rule", kind="foveate", sparsity={"rule": "dsv"}),
-    ]  # fmt: skip
+    ]
     return {arm.name: arm for arm in arms}
 
 
 ARMS = _all()
 CURVES = {  # arms that are judged on their way, too (first seed), and whose sparsity is measured at the end
-    "dense", "10 %, weighed pool", "5 %, weighed pool", "10 %, weighed pool, in dense's time", "tolerance 0.5 %",
+    "dense", "10 %, weighed pool", "5 %, weighed pool", "10 %, weighed pool, in dense's time",
+    "5 %, weighed pool, in dense's time", "tolerance 0.5 %",
     "dense, scratch", "10 %, weighed pool, scratch",
 }  # fmt: skip
 QUEUE: list[tuple[str, int]] = [  # arm and seed, those that say most first
@@ -77,14 +78,15 @@ QUEUE: list[tuple[str, int]] = [  # arm and seed, those that say most first
     ("5 %, linear", 0),
     ("dense", 1),
     ("10 %, weighed pool", 1),
+    ("10 %, weighed pool, in dense's time", 0),
     ("dense", 2),
     ("10 %, weighed pool", 2),
+    ("5 %, weighed pool, in dense's time", 0),
     ("5 %, weighed pool, distilled", 0),
     ("10 %, drop", 0),
     ("5 %, pool", 0),
     ("5 %, drop, distilled", 0),
     ("5 %, weighed pool", 1),
-    ("10 %, weighed pool, in dense's time", 0),
     ("tolerance 0.5 %", 0),
     ("3 %, drop", 0),
     ("5 %, window", 0),
