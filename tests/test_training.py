@@ -311,6 +311,7 @@ def test_averaged_weights_of_a_short_run_are_near_the_last_ones(config: TrainCon
     trainer = Trainer(replace(config, sparse=False, steps=8, ema=0.999))
     first = {name: weight.clone() for name, weight in trainer.ema.items()}
     trainer.fit()
+    assert not any(weight.requires_grad for weight in trainer.ema.values()), "else it keeps a graph of every step"
     moved, left = (
         sum((trainer.ema[name] - other[name]).square().sum() for name in first).sqrt()
         for other in (first, dict(trainer.model.named_parameters()))

@@ -18,6 +18,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from foveate import costs as prices
 from foveate.attention import DTYPES, Dense, unavailable
 from foveate.models import adapters
 from foveate.sparsity import artifact, cadence, controller, ranks
+from foveate.sparsity.captured import Captured
 from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.controller import Control, Decision
 from foveate.sparsity.pairs import Pair, Run, closure_run, gap
@@ -134,6 +136,24 @@ class Handle:
     @property
     def profile(self) -> SparsityProfile:
         return self.main.profile
+
+    @property
+    def steady(self) -> bool:
+        """Whether the next training step is that and nothing else: no lesson, no look, no sample, no profile."""
+        busy = self.policy.learning or self.policy.weighs or self.policy.look or self.config.training_free_steps
+        return not (busy or self._probe.sampling or self._probe.checking or self.policy.mode == "random")
+
+    def captured(self, loss_of: Callable[..., Tensor]) -> Captured:
+        """`loss_of(*tensors).backward()` as one call, which replays a CUDA graph wherever it may: see `Captured`."""
+        return Captured(self._model, loss_of, self)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Forwards inside a `with` are neither training nor samples."""
+        return self._probe.aside()
+
+    def replayed(self, tokens: int) -> None:
+        """A training step of sequences of this length was replayed by a CUDA graph."""
+        self._probe.replayed(tokens)
 
     def step(self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None) -> None:
         """Call after every optimiser step: learn, and at a cadence measure and decide. On all ranks alike.

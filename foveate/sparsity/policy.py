@@ -133,6 +133,7 @@ class Sparse:
         self._forced = False
         self._profiles: dict[int, HeadProfile] | None = None
         self._frozen: list[Predictor | None] | None = None
+        self._pinned: Setting | None = None  # what all calls follow while a graph is made
         self._kept: dict[int, _Kept] = {}
         self._here = threading.local()  # of this thread: its forward, and its calls by layer
         self.tokens: dict[int, int] = {}  # layer -> length of its last sequence
@@ -168,6 +169,8 @@ class Sparse:
 
     def setting(self, tokens: int) -> Setting:
         """What sequences of this length follow."""
+        if self._pinned is not None:
+            return self._pinned
         index = length_class(tokens)
         if index not in self.by_class and self.nearest and self.by_class:
             index = min(self.by_class, key=lambda other: (abs(other - index), -other))
@@ -228,8 +231,10 @@ class Sparse:
 
     def mode_of(self, layer: Layer) -> str:
         """How a layer is computed now, beyond the dense calls that begin a training-free generation."""
-        tokens = layer.grid.tokens
-        dense = not self.setting(tokens).sparse_layers[layer.index]
+        return self._mode_at(layer.index, layer.grid.tokens)
+
+    def _mode_at(self, index: int, tokens: int) -> str:
+        dense = not self.setting(tokens).sparse_layers[index]
         if self.active is not None and not self._forced:
             length = length_class(tokens)
             dense = dense or not (length in self.active or (self.open and length not in self.by_class))
@@ -316,6 +321,34 @@ class Sparse:
         """Choose with the predictors as they are now until the next call, whatever they learn in between."""
         self._frozen = [learner.predictor for learner in self.learners]
         self._kept.clear()
+
+    def structure(self, tokens: int) -> Any:
+        """What a graph of this policy's kernels for a length holds for: all that is not in `tensors`."""
+        setting, layers = self.setting(tokens), range(len(self.learners))
+        modes = tuple(self._mode_at(index, tokens) for index in layers)
+        known = tuple(self.predictor(index) is not None for index in layers)
+        return tokens, modes, tuple(setting.drops), known, self.query_tile, self.kv_tile
+
+    def tensors(self, tokens: int) -> list[Tensor]:
+        """What kernels for a length read: budgets, constants and predictors of all layers, as they are now."""
+        setting = self.setting(tokens)
+        predictors = [one for index in range(len(self.learners)) if (one := self.predictor(index)) is not None]
+        return [*setting.budgets, *setting.constants, *(x for one in predictors for x in (one.a, one.b))]
+
+    @contextmanager
+    def pinned(self, tokens: int) -> Iterator[list[Tensor]]:
+        """Calls inside a `with` read these copies of `tensors` and leave nothing behind."""
+        setting = self.setting(tokens).copy()
+        frozen = [
+            None if one is None else Predictor(one.a.clone(), one.b.clone())
+            for one in (self.predictor(index) for index in range(len(self.learners)))
+        ]
+        before = self._pinned, self._frozen, self._kept
+        self._pinned, self._frozen, self._kept = setting, frozen, {}
+        try:
+            yield self.tensors(tokens)
+        finally:
+            self._pinned, self._frozen, self._kept = before
 
     def arrived(self, forward: Forward) -> None:
         """A backward has come to this forward's output, so it trains: its lessons count."""

@@ -115,6 +115,13 @@ class Probe:
         finally:
             self._busy = False
 
+    def replayed(self, tokens: int) -> None:
+        """A training forward and its backward were replayed by a CUDA graph, which calls no hook."""
+        self._note_updates()
+        self._note_forgotten()
+        self.backwards += 1
+        self.lengths.add(tokens)
+
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or self._busy:
             return

@@ -167,7 +167,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         decay = min(config.ema, (1 + self.step) / (10 + self.step))
-        torch._foreach_lerp_(list(self.ema.values()), list(self.model.parameters()), 1 - decay)
+        with torch.no_grad():  # or the average would keep a graph of every step
+            torch._foreach_lerp_(list(self.ema.values()), list(self.model.parameters()), 1 - decay)
         self.step += 1
         numbers = torch.stack([value.detach(), norm]).tolist()  # waits for the device, so the time below is the step's
         self._finite(*numbers)
