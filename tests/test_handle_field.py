@@ -317,7 +317,7 @@ def test_checks_of_sparse_steps_are_not_priced_by_the_dense_ones_before() -> Non
     track = handle.main
     assert track.decision.active
     assert track.pace is not None
-    asked = handle._cadence(replace(track, control=replace(track.control, decision=controller.Decision())))
+    asked = handle.pricing.cadence(replace(track, control=replace(track.control, decision=controller.Decision())))
     assert track.pace.often > 1.3 * asked.often
     assert track.control.due - track.decision.step == track.control.interval == track.pace.often
 

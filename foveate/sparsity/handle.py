@@ -27,22 +27,24 @@ import torch
 from torch import Tensor, nn
 
 from foveate import costs as prices
-from foveate.attention import DTYPES, Dense, unavailable
+from foveate.attention import Dense
 from foveate.models import adapters
 from foveate.sparsity import artifact, cadence, controller, ranks
+from foveate.sparsity.building import check_model, make_policy
 from foveate.sparsity.captured import Captured
 from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.controller import Control, Decision
 from foveate.sparsity.pairs import Pair, Run, closure_run, gap
 from foveate.sparsity.policy import Sparse, length_class
 from foveate.sparsity.predictor import Lesson
+from foveate.sparsity.pricing import Pricing
 from foveate.sparsity.probe import Probe, say_once
-from foveate.sparsity.profile import CONSTANTS, DROP, SparsityProfile
+from foveate.sparsity.profile import SparsityProfile
 from foveate.sparsity.ranks import Reduce
-from foveate.sparsity.shapes import LATER, Look, Search
+from foveate.sparsity.shapes import LATER, Search
 from foveate.sparsity.summary import table
 from foveate.sparsity.track import Measured, Track
-from foveate.tiles import CUBE, TILE
+from foveate.tiles import CUBE
 
 log = logging.getLogger("foveate")
 
@@ -83,10 +85,10 @@ class Handle:
         self, model: nn.Module, config: SparsityConfig, reduce: Reduce | None, log: Log, costs: prices.Costs | None
     ):
         self.config, self.reduce, self.log, self.steps = config, reduce, log, 0
-        device = _check_model(model, config)
+        device = check_model(model, config)
         self.installed = adapters.install(model, Dense())
         try:
-            self.policy = _policy(self.installed, config, device)
+            self.policy = make_policy(self.installed, config, device)
         except BaseException:
             self.installed.remove()
             raise
@@ -98,7 +100,8 @@ class Handle:
         if not config.training_free_steps:  # what its dense steps teach is used at once
             self.policy.freeze()
         self.tracks: dict[int, Track] = {}
-        self._model, self._costs = model, costs
+        self._model = model
+        self.pricing = Pricing(config, self.policy, self.installed.root, costs)
         self._probe = Probe(model, self.policy, self._before_forward)
         self._placed = False  # training-free layers are priced
         self._understood = bool(config.training_free_steps)  # the loss is one that can be compared
@@ -195,7 +198,7 @@ class Handle:
         """What the next training step has to do besides training."""
         upcoming, policy = self.steps + 1, self.policy
         searches = self.search.wanted(upcoming) and policy.mode == "dense" and not self._stopped
-        policy.look = self._look() if searches else None
+        policy.look = self.search.look(self.config.budget, self._constants, len(policy.learners)) if searches else None
         due = self._due(upcoming)
         waits = not (self._stopped or policy.look) and not self.tracks and upcoming >= self.config.warmup
         if not self.config.training_free_steps:
@@ -211,22 +214,6 @@ class Handle:
         """Which sample is wanted most: of the class whose measurement has been due longest."""
         track = self.tracks.get(length_class(tokens))
         return -1.0 if track is None else float(track.control.due)
-
-    def _cadence(self, track: Track) -> cadence.Cadence:
-        """Steps between checks and lessons, by what they cost at the lengths of a track."""
-        config = self.config
-        plan, layers = track.decision.plan, len(self.policy.learners)
-        tokens = max(TILE, round(track.tokens))
-        dense = self._table.dense(tokens, self.policy.heads, self.policy.dim)
-        forward = self._table.dense(tokens, self.policy.heads, self.policy.dim, passes=("forward_ms",))
-        now, sparse = layers * dense, layers * forward
-        if plan is not None and track.decision.active:
-            both = [self._price_at(tokens, *row) for row in zip(plan.budgets, plan.pooled, strict=True)]
-            now = sum(ours if on else dense for ours, on in zip(both, plan.sparse, strict=True))
-            sparse = forward * now / dense
-        work = cadence.Work(tokens, layers, self.policy.heads, self.policy.dim, self._parameters, self._device.type)
-        fixed = config.often, config.rare, config.teach_every
-        return cadence.plan(work, self._table, (now, sparse), config.pairs, *fixed)
 
     def _exchange(self, closure: Any, loss: Tensor | float | None, due: bool) -> bool:
         """Lessons, what lengths were seen and whether the loss is understood, over all ranks. True: measure now."""
@@ -264,18 +251,16 @@ class Handle:
             self._understand(bad > 0)
         return sampled == 1 and wanted > 0 and look is None and not self._stopped
 
+    @property
+    def _constants(self) -> tuple[float, ...]:
+        """Of the periphery, that heads may be given."""
+        config = self.config
+        return controller.allowed(self.policy.profiled, "drop" if config.rule == "dsv" else config.periphery)
+
     def _influence(self) -> Tensor:
         """(L, H), of this rank."""
         mean = self.policy.influence.mean
         return torch.ones(len(self.policy.learners), self.policy.heads) if mean is None else mean
-
-    def _look(self) -> Look:
-        """What the next training forwards are asked of shapes of tiles."""
-        config, budget = self.config, self.config.budget
-        listed = [0.1] if budget is None else [budget] if isinstance(budget, int | float) else list(budget)
-        constants = controller.allowed(self.policy.profiled, "drop" if config.rule == "dsv" else config.periphery)
-        rows = self.search.rows(len(self.policy.learners))
-        return Look(self.search.shapes, sum(listed) / len(listed), constants, rows)
 
     def _looked(self, found: Tensor, influence: Tensor) -> None:
         """Tiles of several shapes were looked at, on all ranks: found (L, C + 1, H), influence (L, H)."""
@@ -330,7 +315,7 @@ class Handle:
             track.tokens = 2.0**index
             plan = main.decision.plan
             budgets, constants = torch.tensor(plan.budgets), torch.tensor(plan.constants, dtype=torch.float64)
-            plan = controller.place(budgets, constants, self._price_for(track), None, self.config.dense_layers)
+            plan = controller.place(budgets, constants, self.pricing.of(track), None, self.config.dense_layers)
             decision = Decision(self.steps, any(plan.sparse), plan, "as configured")
             track.control = replace(main.control, decision=decision, gap=None)
         self.tracks[index] = track
@@ -452,57 +437,25 @@ class Handle:
             return
         found = gap(track.pairs, self.config.shift) if compared and track.pairs else None
         track.pairs, track.looks, before = [], 0, track.control
-        pace = self._cadence(track)
+        pace = self.pricing.cadence(track)
         config = replace(self.config, often=pace.often, rare=pace.rare)
-        tile, price = self.policy.kv_tile, self._price_for(track)
+        tile, price = self.policy.kv_tile, self.pricing.of(track)
         control = controller.advance(
             before, config, track.profile, found, self.steps, price, track.influence, tile / max(track.tokens, tile)
         )
         track.control = control
-        track.pace = self._cadence(track)  # steps that are sparse from now on are shorter
+        track.pace = self.pricing.cadence(track)  # steps that are sparse from now on are shorter
         interval = max(control.interval, track.pace.often)
         track.control = replace(control, interval=interval, due=self.steps + interval)
         if track.decision is not before.decision:
             self._apply()
         self._report(index, before, found)
 
-    @property
-    def _table(self) -> prices.Costs:
-        if self._costs is None:
-            self._costs = prices.here(self._device)
-        return self._costs
-
-    @property
-    def _parameters(self) -> int:
-        return sum(x.numel() for x in self.installed.root.parameters())
-
-    def _price_for(self, track: Track) -> controller.Price:
-        return lambda budgets, pooled: self._price(track.tokens, budgets, pooled)
-
-    def _price(self, tokens: float, budgets: Sequence[float], pooled: Sequence[bool]) -> tuple[float, float]:
-        """Milliseconds of a layer, sparse and dense. Where no forward has shown its length yet, sparse is free."""
-        if self.config.force or not tokens:
-            return 0.0, 1.0
-        passes = ("forward_ms",) if self.config.training_free_steps else prices.PASSES
-        sparse = self._price_at(round(tokens), budgets, pooled, passes)
-        return sparse, self._table.dense(round(tokens), self.policy.heads, self.policy.dim, passes=passes)
-
-    def _price_at(
-        self, tokens: int, budgets: Sequence[float], pooled: Sequence[bool], passes: Sequence[str] = prices.PASSES
-    ) -> float:
-        density, share = sum(budgets) / len(budgets), sum(pooled) / len(pooled)
-        return self._table.sparse(tokens, self.policy.heads, self.policy.dim, density, pooled=share, passes=passes)
-
     def _before_forward(self) -> None:
-        """Training-free: once a dense forward has shown the length, is sparse attention worth it?"""
-        if not self.config.training_free_steps or self._placed or not self.policy.tokens:
-            return
-        self._placed, tokens = True, max(self.policy.tokens.values())
-        for index, (budget, constants) in enumerate(zip(self.policy.budgets, self.policy.constants, strict=True)):
-            sparse, dense = self._price(tokens, budget.tolist(), (constants > DROP).tolist())
-            self.policy.sparse_layers[index] = index not in self.config.dense_layers and sparse < dense
-        if not any(self.policy.sparse_layers):
-            log.info("sparse attention does not pay at %d tokens: all layers stay dense", tokens)
+        """Training-free: price the layers once a dense forward has shown the length."""
+        if self.config.training_free_steps and not self._placed and self.policy.tokens:
+            self._placed = True
+            self.pricing.place()
 
     def _apply(self) -> None:
         """Put the decisions into the policy."""
@@ -598,7 +551,7 @@ class Handle:
         constants = torch.tensor(plan.constants, dtype=torch.float64)
         if None not in track.profile.layers:
             budgets, constants = controller.at_budget(track.profile, self.config.budget, self.config.periphery, plan)
-        plan = controller.place(budgets, constants, self._price_for(track), None, self.config.dense_layers)
+        plan = controller.place(budgets, constants, self.pricing.of(track), None, self.config.dense_layers)
         decision = Decision(self.steps, any(plan.sparse), plan, "as configured")
         track.control = replace(track.control, decision=decision)
 
@@ -641,36 +594,6 @@ def _padded(policy: Sparse) -> list[Lesson]:
         nothing = torch.zeros(2, heads, dim, width, device=learner.moments.cq.device)
         found.append(policy.lessons.get(index, Lesson(nothing, nothing.new_zeros(()))))
     return found
-
-
-def _check_model(model: nn.Module, config: SparsityConfig) -> torch.device:
-    """The model's device. ValueError for what can never run, before anything is put into the model."""
-    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    if parameter is None:
-        adapters.find(model)  # says what is wrong
-        raise ValueError(f"{type(model).__name__} has no parameters")
-    if parameter.dtype not in DTYPES:
-        raise ValueError(f"the model is in {parameter.dtype}, attention is computed in one of {DTYPES}: convert it")
-    device = parameter.device
-    if config.backend != "auto" and device.type != "meta" and (missing := unavailable(config.backend, device.type)):
-        raise ValueError(f"backend {config.backend} {missing}")
-    return torch.device("cpu") if device.type == "meta" else device  # the policy follows its queries later
-
-
-def _policy(installed: adapters.Installed, config: SparsityConfig, device: torch.device) -> Sparse:
-    layers = len(installed.layers)
-    if any(index >= layers for index in config.dense_layers):
-        raise ValueError(f"dense_layers {tuple(config.dense_layers)} of a model of {layers} layers: count from 0")
-    return Sparse(
-        layers, installed.heads, installed.dim,
-        budget=1.0 if config.budget is None else config.budget,
-        periphery="drop" if config.rule == "dsv" else "pool" if config.periphery == "auto" else config.periphery,
-        profiled=CONSTANTS if isinstance(config.periphery, str) else sorted({*CONSTANTS, config.periphery}),
-        rank=config.rank,
-        query_tile=config.query_tile or (128 if config.backend == "fa4" else prices.here(device).tile),
-        seed=config.seed, backend=config.backend, device=device,
-        start=max(1, config.training_free_steps // 2) if config.training_free_steps else config.learn_from,
-    )  # fmt: skip
 
 
 def _plain(budget: float | Sequence[float] | None) -> float | list[float] | None:

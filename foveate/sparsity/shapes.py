@@ -156,6 +156,11 @@ class Search:
         """Whether the training forwards of this step are to be looked at."""
         return not self.fixed and step >= self.next
 
+    def look(self, budget: float | Sequence[float] | None, constants: tuple[float, ...], layers: int) -> Look:
+        """What the next training forwards are asked: budget, one or a head's, is their mean, a tenth where None."""
+        listed = [0.1] if budget is None else [budget] if isinstance(budget, int | float) else list(budget)
+        return Look(self.shapes, sum(listed) / len(listed), constants, self.rows(layers))
+
     def take(self, found: Tensor, influence: Tensor, step: int, warmup: int) -> "Search":
         """After the look of a step: found (L, C + 1, H), influence of the heads (L, H), both of all ranks."""
         found = found.transpose(0, 1).cpu()
