@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from foveate import ReuseConfig, reuse
+from foveate.held.places import NoPlaceError, place
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers: pip install 'foveate[diffusers]'")
 holding = partial(ReuseConfig, hold="attention")
@@ -202,6 +204,28 @@ def test_any_transformer_is_held_without_an_adapter(name: str) -> None:
             assert a is None or a.dtype == b.dtype
     assert set(model.state_dict()) == keys
     assert all(torch.equal(x[0], y[0]) for x, y in zip(answers(None), plain, strict=True))
+
+
+def test_places_where_schedulers_and_pipelines_say_little() -> None:
+    """DDIM counts no steps; Cosmos 2 gives its model the noise level of a schedule above 1; frames have their own
+    times, of which those that are given are done."""
+    ddim, karras = diffusers.DDIMScheduler(), tiny_pipelines.flow()
+    ddim.set_timesteps(10)
+    karras.set_timesteps(sigmas=[80.0, 20.0, 5.0, 1.0, 0.1])
+    pipe = SimpleNamespace(scheduler=ddim)
+    given = [time.expand(2).to(torch.bfloat16) for time in ddim.timesteps]
+    assert [place(None, pipe, time).step for time in given] == list(range(10))
+    pipe = SimpleNamespace(scheduler=karras)
+    for index, sigma in enumerate(karras.sigmas[:-1]):
+        karras._step_index = index
+        assert place(None, pipe, sigma / (1 + sigma)).sigma == pytest.approx(float(sigma / (1 + sigma)))
+    frames = SimpleNamespace(scheduler=tiny_pipelines.flow(), _current_timestep=torch.tensor([0.0, 0, 501, 501]))
+    frames.scheduler.set_timesteps(3)
+    near = frames.scheduler.timesteps[1]
+    assert place(None, frames, torch.tensor([[20.0, 20, near, near]])).step == 1
+    frames._current_timestep[3] = 900
+    with pytest.raises(NoPlaceError, match="different noise levels"):
+        place(None, frames)
 
 
 def test_a_pipeline_without_a_transformer_is_refused() -> None:

@@ -79,6 +79,13 @@ def skyreels() -> Any:
     return pipe, text() | SIZE
 
 
+def skyreels_frames() -> Any:
+    """A time for each frame."""
+    pipe = bare("SkyReelsV2DiffusionForcingPipeline", transformer=wan(cls="SkyReelsV2Transformer3DModel",
+        inject_sample_info=True), scheduler=unipc())  # fmt: skip
+    return pipe, text() | SIZE | {"fps": 24, "prompt": None}
+
+
 def ltx_t2v() -> Any:
     pipe = bare("LTXPipeline", transformer=ltx(), scheduler=flow(use_dynamic_shifting=True))
     return pipe, text(masks=True) | {"height": 64, "width": 64, "num_frames": 9}
@@ -116,7 +123,7 @@ def mochi() -> Any:
 
 PIPELINES: dict[str, Callable[[], Any]] = {
     "wan": wan_t2v, "wan 2.2": wan_two, "wan i2v 2.1": wan_i2v, "wan i2v 2.2": lambda: wan_i2v(True),
-    "wan v2v": wan_v2v, "skyreels": skyreels, "ltx": ltx_t2v, "ltx i2v": ltx_i2v,
+    "wan v2v": wan_v2v, "skyreels": skyreels, "skyreels frames": skyreels_frames, "ltx": ltx_t2v, "ltx i2v": ltx_i2v,
     "cogvideox ddim": lambda: cog("CogVideoXDDIMScheduler"),
     "cogvideox dpm": lambda: cog("CogVideoXDPMScheduler", use_dynamic_cfg=True), "hunyuan": hunyuan, "mochi": mochi,
 }  # fmt: skip

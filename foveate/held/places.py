@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 ADVICE = (
@@ -32,10 +31,14 @@ class Place:
     then: float | None = None
 
 
-def place(told: Mapping[str, Any] | None, pipe: Any, time: Any = None) -> Place | None:
+class NoPlaceError(Exception):
+    """The scheduler of the pipeline does not say where this forward stands. Its text is the reason."""
+
+
+def place(told: Mapping[str, Any] | None, pipe: Any, time: Any = None) -> Place:
     """Of the forward that begins. told: by `cache_context`, see `Around.told`. time: what the model is given as its
-    timestep, if anything. None where the pipeline's scheduler stands elsewhere than that: then it is another one's
-    forward. Raises ValueError where step and noise level cannot be known.
+    timestep, if anything. Raises `NoPlaceError` for a forward that stands at no one step of the pipeline's scheduler,
+    and ValueError where step and noise level cannot be known.
     """
     told = told or {}
     branch, step, sigma = told.get("name") or "", told.get("step_index"), told.get("sigma")
@@ -48,11 +51,15 @@ def place(told: Mapping[str, Any] | None, pipe: Any, time: Any = None) -> Place 
         return Place(int(step), float(sigma), branch, steps, timesteps, then)
     if timesteps is None or not len(timesteps):
         raise ValueError(ADVICE)
-    index = _index(scheduler, timesteps, getattr(pipe, "_current_timestep", None))
-    if not agrees(time, float(timesteps[index])):
-        return None
+    index = _index(scheduler, timesteps, getattr(pipe, "_current_timestep", None), time)
+    level = noise_level(scheduler, index)
+    if not agrees(time, float(timesteps[index]), level):
+        raise NoPlaceError(
+            "a forward has another timestep than the scheduler of the pipeline that was given: another pipeline calls "
+            "this model"
+        )
     then = noise_level(scheduler, index + 1) if is_euler(scheduler, index) else None
-    return Place(index, noise_level(scheduler, index), branch, len(timesteps), timesteps, then)
+    return Place(index, level, branch, len(timesteps), timesteps, then)
 
 
 def is_euler(scheduler: Any, index: int) -> bool:
@@ -62,30 +69,44 @@ def is_euler(scheduler: Any, index: int) -> bool:
     return ours and not getattr(config, "stochastic_sampling", False) and len(scheduler.sigmas) > index + 1
 
 
-def _index(scheduler: Any, timesteps: Tensor, now: Any) -> int:
-    """The scheduler's own index; before its first step that is where it was told to begin, or the pipeline's time."""
+def _index(scheduler: Any, timesteps: Tensor, now: Any, time: Any) -> int:
+    """The scheduler's own index; before its first step that is where it was told to begin, or the pipeline's time. One
+    that counts no steps (DDIM) is asked where it has the time that the model is given.
+    """
     for name in ("step_index", "begin_index"):
         index = getattr(scheduler, name, None)
         if index is not None:
             return min(int(index), len(timesteps) - 1)
-    if now is not None:
-        found = (timesteps == torch.as_tensor(now, device=timesteps.device)).nonzero()
-        if len(found):
-            return int(found[0])
-    return 0
+    if now is None and not hasattr(scheduler, "step_index"):
+        now = time
+    levels = _numbers(now)
+    if len(levels) > 1:  # a time a frame, of which those that are done, or given, have none
+        levels = [level for level in levels if level > 0]
+    if len(levels) > 1:
+        raise NoPlaceError("the frames of the clip have different noise levels, and what is held is moved by one")
+    if not levels:
+        return 0
+    return int((timesteps.double().cpu() - levels[0]).abs().argmin())
 
 
-def agrees(time: Any, expected: float) -> bool:
+def _numbers(value: Any) -> list[float]:
+    """The different numbers of a time, in order; none of what is no time."""
+    if isinstance(value, Tensor):
+        return value.detach().double().flatten().unique().tolist()
+    return [float(value)] if isinstance(value, float | int) else []
+
+
+def agrees(time: Any, expected: float, level: float) -> bool:
     """Whether a timestep given to a model is the scheduler's, in one of the ways in which models are told it.
 
-    Only where it is one of them at all: a model with a convention of its own is not judged.
+    level: the noise level there, which some are told. Of a time for each token, some of which are given and so have
+    another, any may agree. Only where it is one of these ways at all: a model with its own is not judged.
     """
-    if not isinstance(time, Tensor | float | int):
+    given = _numbers(time)
+    if not given or not 0 < given[-1] <= 1000:
         return True
-    given = float(time.detach().float().max()) if isinstance(time, Tensor) else float(time)
-    same = (expected, expected / 1000, 1000 - expected, 1 - expected / 1000)
-    near = [abs(given - one) <= (4.0 if max(one, given) > 1 else 0.004) for one in same]
-    return any(near) or not (0 < given <= 1000)
+    same = (expected, expected / 1000, 1000 - expected, 1 - expected / 1000, level)
+    return any(abs(x - one) <= (4.0 if max(one, x) > 1 else 0.004) for x in given if x > 0 for one in same)
 
 
 def noise_level(scheduler: Any, index: int) -> float:

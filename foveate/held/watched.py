@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from foveate.held.around import Around, said, saying
-from foveate.held.places import ADVICE, Place, place
+from foveate.held.places import ADVICE, NoPlaceError, Place, place
 from foveate.held.split import Split, telling
 from foveate.held.team import Team
 from foveate.held.tracker import RUNNING, Branch, Forward, Request, Tracker, input_names, read_inputs
@@ -99,14 +99,12 @@ class Watched:
         inputs = read_inputs(self.module, args, kwargs)
         if torch.is_grad_enabled() and inputs.clip is not None and inputs.clip.requires_grad:
             raise ValueError("reuse is for generation: run it under torch.no_grad(), or remove() it for training")
-        where = self._place(inputs.time)
-        if where is None:
+        try:
+            where = self._place(inputs.time)
+        except NoPlaceError as reason:
             if not self._strange:
                 self._strange = True
-                log.warning(
-                    "reuse: a forward has another timestep than the scheduler of the pipeline that was given: another "
-                    "pipeline calls this model, and it computes. %s", ADVICE,
-                )  # fmt: skip
+                log.warning("reuse: %s. It computes. %s", reason, ADVICE)
             return None, None
         name = said((self._key, "name"), "")
         forward = self._tracker.begin(name, self.number, where, inputs, self._guidance())
@@ -173,7 +171,7 @@ class Watched:
         except ValueError:
             return None
 
-    def _place(self, time: Any) -> Place | None:
+    def _place(self, time: Any) -> Place:
         during = said((self._key, "during"))
         return during if during is not None else place(self.around.told(), self.pipe, _plain(time))
 
