@@ -95,7 +95,7 @@ def test_every_decision_is_written_with_what_each_head_keeps(finished: Trainer) 
 
 def test_a_fixed_budget_goes_through_sparsify_too(config: TrainConfig) -> None:
     soon = replace(config.sparsity, tolerance=None, budget=0.25)
-    trainer = Trainer(replace(config, steps=5, sparsity=soon))
+    trainer = Trainer(replace(config, steps=5, sparsity=soon, capture=True))  # on the CPU steps are launched
     decide = trainer._sparsify
     trainer._sparsify = lambda value: {**decide(value), "switched": True}  # as often as that may be
     rows = trainer.fit()

@@ -31,7 +31,7 @@ OWN = (
 OWN_FOLDERS = ("checkpoints/*step-*", "switch/step-*")
 MAY_CHANGE = {
     "out", "steps", "device", "workers", "validate_every", "validation_clips", "checkpoint_every", "keep",
-    "sample_every", "tensorboard", "compile",
+    "sample_every", "tensorboard", "compile", "capture",
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from foveate.data.captions import CAPTIONS
 from foveate.data.folder import read
 from foveate.models.dit import VideoDiT
 from foveate.sparsity import cadence
+from foveate.sparsity.captured import Captured
 from foveate.sparsity.handle import Handle, sparsify
 from foveate.training import checkpoint, folder
 from foveate.training.flow import Batch, Batches, Conditions, fixed_batches, loss
@@ -77,6 +78,7 @@ class Trainer:
         self.handle: Handle | None = None
         if config.sparse:
             self.handle = sparsify(self.model, config.sparsity, log=self._note)
+        self._passes = Captured(self.model, self._loss, self.handle) if config.capture else self._launched
         self.step, self.interrupted = 0, 0
         self._goes_on = False
 
@@ -160,9 +162,7 @@ class Trainer:
         kept = self.kept  # of this step: what sparsify decides below holds from the next one on
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
-        with self._precision():
-            value = loss(self.model, batch)
-        value.backward()
+        value = self._passes(batch.clips, batch.noise, batch.sigma, batch.condition)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -170,15 +170,24 @@ class Trainer:
         with torch.no_grad():  # or the average would keep a graph of every step
             torch._foreach_lerp_(list(self.ema.values()), list(self.model.parameters()), 1 - decay)
         self.step += 1
-        numbers = torch.stack([value.detach(), norm]).tolist()  # waits for the device, so the time below is the step's
+        numbers = torch.stack([value, norm]).tolist()  # waits for the device, so the time below is the step's
         self._finite(*numbers)
         seconds = time.perf_counter() - began
         tokens = len(batch.clips) * config.model.grid(*batch.clips.shape[2:]).tokens
         return {
             "step": self.step, "loss": numbers[0], "norm": numbers[1], "seconds": seconds,
             "tokens_per_second": tokens / seconds, "kept": kept, "lr": self.optimizer.param_groups[0]["lr"],
-            **self._sparsify(value.detach()),
+            **self._sparsify(value),
         }  # fmt: skip
+
+    def _loss(self, *batch: Any) -> Tensor:
+        with self._precision():
+            return loss(self.model, Batch(*batch))
+
+    def _launched(self, *batch: Any) -> Tensor:
+        value = self._loss(*batch)
+        value.backward()
+        return value.detach()
 
     @property
     def kept(self) -> float:

@@ -83,6 +83,9 @@ class TrainConfig:
     compile: bool | None = None
     """Compile what the model's blocks compute around attention: faster steps, but the first ones take a minute longer.
     By default on GPUs where Triton is installed."""
+    capture: bool = False
+    """Replay forward and backward as one CUDA graph wherever a step has nothing else to do: the host then launches one
+    graph instead of a thousand kernels, for more memory (docs/training.md). Needs a GPU."""
 
     # Sparse attention.
     sparse: bool = True
