@@ -16,6 +16,7 @@ from rich.console import Console
 
 import foveate
 from foveate import flags
+from foveate.compare.config import CompareConfig
 from foveate.finetune.config import FinetuneConfig
 from foveate.finetune.encode import EncodeConfig
 from foveate.generation.config import GenerateConfig
@@ -235,6 +236,45 @@ def report(
     return 0
 
 
+def compare(
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    config: Annotated[CompareConfig, tyro.conf.arg(name="")],
+    as_json: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    out: Path | None = None,
+    blind: bool = False,
+    answers: tuple[Path, ...] = (),
+    key: Path | None = None,
+    overwrite: bool = False,
+    file: File = None,
+) -> int:
+    """Compare folders of videos, or runs of `foveate train`, with the first one: metrics with intervals, and a report.
+
+    Args:
+        folders: Folders of videos of the same names (or one file each), or of runs. The first is the reference.
+        config: How they are compared.
+        as_json: Write the numbers to this JSON file.
+        out: Folder to write compare.json and report.html into; with --blind, the page and its key (blind by default).
+        blind: Instead, make a page that shows pairs of two folders without names and keeps a reader's answers.
+        answers: Instead, count the answers that readers of such a page saved.
+        key: The key of the blind test, where it does not lie beside the answers.
+        overwrite: Replace files that are there.
+        file: YAML or JSON file of these flags; flags beside it win.
+    """
+    from foveate.compare import run
+
+    refuse_many_processes("compare")
+    if answers:
+        text, written = run.count(folders, answers, key, as_json, overwrite)
+    elif blind:
+        text, written = run.blind(folders, config, out or Path("blind"), overwrite)
+    else:
+        text, written = run.compare(folders, config, as_json, out, overwrite, messages)
+    console.print(text)
+    for path in written:
+        messages.print(f"wrote {path}")
+    return 0
+
+
 def doctor(as_json: Annotated[bool, tyro.conf.arg(name="json")] = False, measure: bool = False) -> int:
     """What this machine can run, which attention backend is used, and why.
 
@@ -286,7 +326,9 @@ def plan(
     return 0
 
 
-COMMANDS = {command.__name__: command for command in (demo, encode, train, generate, calibrate, report, doctor, plan)}
+COMMANDS = {
+    command.__name__: command for command in (demo, encode, train, generate, calibrate, compare, report, doctor, plan)
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from statistics import median
 
 from foveate import quality, video
+from foveate.compare import run as comparison
 from foveate.data import to_uint8
 from foveate.generation.builtin import load_model, make_sparse
+from foveate.generation.page import generated, of_clips
 from foveate.report import ClipPanel, ReportData, write_report
 from foveate.training import demo_report, folder
 from foveate.training.demo_findings import FILE, switch_step
@@ -33,8 +35,15 @@ def report(run: Path, denoise_steps: int, device: str) -> Path:
     """
     if (run / FILE).is_file():
         return demo_report.write(run)
+    if (run / comparison.FILE).is_file():
+        return comparison.report(run)
+    if generated(run):
+        return write_report(run / "report.html", of_clips(run))
     if not (run / folder.CONFIG).is_file():
-        raise ValueError(f"{run} holds no run: there is no {folder.CONFIG} and no {FILE} in it")
+        raise ValueError(
+            f"{run} holds no run: there is no {folder.CONFIG}, no {FILE} and no {comparison.FILE} in it, and no clip "
+            "by `foveate generate`"
+        )
     rows = folder.rows(run / folder.HISTORY)
     if not rows:
         raise ValueError(f"{run} holds a run of no steps yet: there is nothing to report")

@@ -20,6 +20,7 @@ ORDER = [
     "training",
     "generation",
     "finetune",
+    "compare",
     "cli",
 ]
 LEAVES = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from foveate.quality import psnr, relative_error, ssim
+from foveate.quality import flicker, ms_ssim, psnr, relative_error, similarities, ssim
 
 
 def pair(height: int = 24, width: int = 31) -> tuple[np.ndarray, np.ndarray]:
@@ -112,3 +112,27 @@ def test_small_pictures_are_refused():
         ssim(torch.zeros(10, 20), torch.zeros(10, 20))
     with pytest.raises(ValueError, match="shapes differ"):
         relative_error(torch.zeros(3), torch.zeros(1, 3))
+
+
+def test_ms_ssim_against_pytorch_msssim():
+    library = pytest.importorskip("pytorch_msssim", reason="pytorch-msssim is not installed")
+    noisy, clean = pair(176, 192)
+    pictures = [torch.from_numpy(video).permute(0, 3, 1, 2).double() for video in (noisy, clean)]
+    weight = torch.exp(-((torch.arange(11.0, dtype=torch.float64) - 5) ** 2) / 4.5)  # the library's own is float32
+    window = (weight / weight.sum()).expand(3, 1, 1, 11)
+    wanted = library.ms_ssim(*pictures, data_range=255, win=window)
+    assert ms_ssim(noisy, clean) == pytest.approx(wanted.item(), abs=1e-6)
+    assert ms_ssim(as_float(noisy), as_float(clean)) == pytest.approx(wanted.item(), abs=1e-5)
+    assert similarities(noisy, clean) == (ssim(noisy, clean), ms_ssim(noisy, clean))
+    assert ms_ssim(clean, clean) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="at least 161 x 161 pixels"):
+        ms_ssim(noisy[:, :160], clean[:, :160])
+
+
+def test_flicker_is_the_mean_change_between_frames():
+    noisy, _ = pair()
+    assert flicker(noisy) == pytest.approx(np.abs(np.diff(noisy.astype(float), axis=0)).mean())
+    assert flicker(as_float(noisy)) == pytest.approx(flicker(noisy), abs=1e-4)
+    assert flicker(noisy[:1].repeat(3, 0)) == 0
+    with pytest.raises(ValueError, match="two frames"):
+        flicker(noisy[:1])

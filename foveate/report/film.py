@@ -7,6 +7,7 @@ need no video decoder. Without scripts the picture is still a contact sheet.
 import base64
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,13 +19,14 @@ SIDE = 16_000  # pixels that browsers draw in one picture
 
 @dataclass(frozen=True)
 class Film:
-    """src: a data URI of frames of height x width in `columns`; count: how many."""
+    """src: a data URI of frames of height x width in `columns`; count: how many; quality: JPEG's, None without loss."""
 
     src: str
     columns: int
     count: int
     height: int
     width: int
+    quality: int | None = None
 
 
 def film(video: np.ndarray, most: int) -> Film:
@@ -32,16 +34,30 @@ def film(video: np.ndarray, most: int) -> Film:
 
     Raises ValueError for another shape or type.
     """
-    if video.ndim != 4 or video.shape[-1] != 3 or video.dtype != np.uint8 or 0 in video.shape:
-        raise ValueError(f"a clip must be uint8 (T, H, W, 3), got {video.dtype} {video.shape}")
+    return films([video], most)[0]
+
+
+def films(videos: Sequence[np.ndarray], most: int) -> list[Film]:
+    """Clips that are to be compared: all packed alike, as the one that takes the most room needs it."""
+    for video in videos:
+        if video.ndim != 4 or video.shape[-1] != 3 or video.dtype != np.uint8 or 0 in video.shape:
+            raise ValueError(f"a clip must be uint8 (T, H, W, 3), got {video.dtype} {video.shape}")
     while True:
-        sheet, columns = contact_sheet(video)
-        found = _within(sheet, most) if max(sheet.shape[:2]) <= SIDE else None
-        if found is not None or min(video.shape[1:3]) < 32:
-            kind, data = found or _packed(sheet, QUALITIES[-1])
-            src = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-            return Film(src, columns, *video.shape[:3])
-        video = halved(video)
+        sheets = [contact_sheet(video) for video in videos]
+        smallest = min(min(video.shape[1:3]) for video in videos) < 32
+        fits = max(max(sheet.shape[:2]) for sheet, _ in sheets) <= SIDE
+        found = _within([sheet for sheet, _ in sheets], most) if fits else None
+        if found is None and smallest:
+            found = QUALITIES[-1], [_packed(sheet, QUALITIES[-1]) for sheet, _ in sheets]
+        if found is not None:
+            quality, packed = found
+            kind = "png" if quality is None else "jpeg"
+            sources = [f"data:image/{kind};base64,{base64.b64encode(data).decode()}" for data in packed]
+            return [
+                Film(src, columns, len(video), video.shape[1], video.shape[2], quality)
+                for src, (_, columns), video in zip(sources, sheets, videos, strict=True)
+            ]
+        videos = [halved(video) for video in videos]
 
 
 def contact_sheet(video: np.ndarray) -> tuple[np.ndarray, int]:
@@ -61,16 +77,21 @@ def halved(video: np.ndarray) -> np.ndarray:
     return (four / 4).round().astype(np.uint8)
 
 
-def _within(sheet: np.ndarray, most: int) -> tuple[str, bytes] | None:
+def _within(sheets: Sequence[np.ndarray], most: int) -> tuple[int | None, list[bytes]] | None:
+    """The best quality, None without loss, at which no sheet takes more, and the sheets so packed."""
     for quality in (None, *QUALITIES):
-        kind, data = _packed(sheet, quality)
-        if len(data) * 4 / 3 <= most:
-            return kind, data
+        packed = []
+        for sheet in sheets:
+            packed.append(_packed(sheet, quality))
+            if len(packed[-1]) * 4 / 3 > most:
+                break
+        else:
+            return quality, packed
     return None
 
 
-def _packed(sheet: np.ndarray, quality: int | None) -> tuple[str, bytes]:
+def _packed(sheet: np.ndarray, quality: int | None) -> bytes:
     target, kind = io.BytesIO(), "png" if quality is None else "jpeg"
     options = {} if quality is None else {"quality": quality, "subsampling": 0}
     Image.fromarray(sheet).save(target, kind, **options)
-    return kind, target.getvalue()
+    return target.getvalue()

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from foveate.report import charts
 from foveate.report.charts import Line
-from foveate.report.film import film
+from foveate.report.film import Film, films
 
 Row = Mapping[str, Any]  # a step, and numbers or None
 MAPS = 6  # steps whose heat maps are shown
@@ -28,6 +28,7 @@ class ClipPanel:
     """A clip to show: a title, uint8 (T, H, W, 3), and a line about it such as its PSNR.
 
     reference: a reader may ask for the other clips' differences from it. derived: it is a difference itself.
+    group: clips of one group stand in a row of their own under this heading, and are compared with each other.
     """
 
     title: str
@@ -35,6 +36,7 @@ class ClipPanel:
     note: str = ""
     reference: bool = False
     derived: bool = False
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,17 @@ class Chart:
     title: str
     text: str
     svg: Markup
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text: the first column and the first row name things. folded: shown when it is asked for."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    folded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +108,13 @@ class ReportData:
     """By heading, name -> value: machine, versions, command, where the checkpoint comes from."""
     notes: Sequence[str] = ()
     """Paragraphs for the reader, after the report's own explanation."""
+    charts: Sequence[Chart] = ()
+    """Other pictures."""
+    legend: Mapping[str, str] = field(default_factory=dict)
+    """Of those: name -> colour."""
+    grids: Sequence[Grid] = ()
+    prose: Sequence[str] | None = None
+    """Paragraphs in place of the report's explanation of sparse attention."""
 
 
 def write_report(path: str | Path, run: ReportData) -> Path:
@@ -108,25 +128,51 @@ def write_report(path: str | Path, run: ReportData) -> Path:
 
 def render(run: ReportData) -> str:
     """The page as text."""
-    pages = jinja2.Environment(
+    good = sum(passed for _, passed, _ in run.checks)
+    return (
+        environment()
+        .get_template("report.html")
+        .render(
+            run=run,
+            good=good,
+            groups=groups(run.clips),
+            speeds=_speeds(run),
+            losses=_charts(run, _against_twin, _held_out),
+            training=_charts(run, _loss, _seconds, _gaps),
+            maps=_maps(run),
+            heat=charts.HEAT,
+            color=_color,
+        )
+    )
+
+
+def environment() -> jinja2.Environment:
+    """Templates of the package's assets; what they are given is escaped."""
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("foveate", "assets"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    good = sum(passed for _, passed, _ in run.checks)
-    return pages.get_template("report.html").render(
-        run=run,
-        good=good,
-        films=[film(clip.video, int(ROOM / len(run.clips))) for clip in run.clips],
-        speeds=_speeds(run),
-        losses=_charts(run, _against_twin, _held_out),
-        training=_charts(run, _loss, _seconds, _gaps),
-        maps=_maps(run),
-        heat=charts.HEAT,
-        color=_color,
-    )
+
+
+def groups(clips: Sequence[ClipPanel]) -> list[tuple[str, str, list[tuple[ClipPanel, Film]]]]:
+    """By heading: how its clips are packed, where something is lost by it, and the clips."""
+    found = []
+    for name in dict.fromkeys(clip.group for clip in clips):
+        panels = [clip for clip in clips if clip.group == name]
+        packed = films([clip.video for clip in panels], int(ROOM / len(clips)))
+        found.append((name, packing(panels[0].video, packed[0]), list(zip(panels, packed, strict=True))))
+    return found
+
+
+def packing(video: np.ndarray, packed: Film) -> str:
+    """What a page does not show of a clip; nothing where it shows every pixel as it is."""
+    small = f"{packed.width} × {packed.height} of {video.shape[2]} × {video.shape[1]} pixels"
+    said = [] if packed.height == video.shape[1] else [small]
+    said += [] if packed.quality is None else [f"as JPEG of quality {packed.quality}"]
+    return f"Shown {' and '.join(said)}." if said else ""
 
 
 def _charts(run: ReportData, *makers: Callable[[ReportData], Chart | None]) -> list[Chart]:
