@@ -37,6 +37,12 @@ PASSES = ("forward_ms", "backward_ms")
 HALF_MASS = {"64": 0.2923, "128": 0.3077}
 VERSIONED = ("torch", "triton", "flash-attn-4")
 ON_128 = "foveate on fa4"  # the kernel of a table that sparse attention at 128-token tiles runs on
+# Dense bfloat16 matrix operations a second, summed in float32: the makers' own figures, without sparsity.
+PEAKS = {
+    "B200": 2.25e15, "H200": 9.89e14, "H100 PCIe": 7.56e14, "H100 NVL": 8.35e14, "H100": 9.89e14, "H800": 9.89e14,
+    "A100": 3.12e14, "A800": 3.12e14, "L40S": 3.62e14, "L40": 1.81e14, "L4": 1.21e14, "A10": 1.25e14,
+    "RTX 5090": 2.095e14, "RTX 4090": 1.652e14, "RTX 3090": 7.1e13,
+}  # fmt: skip
 Curve = Sequence[tuple[float, float]]
 
 
@@ -254,6 +260,12 @@ def name_of(device: "torch.device") -> str:
     import torch  # a table can be read without it
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def peak(name: str) -> float | None:
+    """Dense bfloat16 operations a second of a card by its name; None for one that is not known."""
+    words = f" {name} "
+    return next((rate for card, rate in PEAKS.items() if f" {card} " in words.replace("-", " ")), None)
 
 
 def versions() -> dict[str, str]:

@@ -16,13 +16,14 @@ import diffusers
 import finetune_data
 from tiny_pipelines import call, made
 
-from foveate import cli
+from foveate import cli, costs
 from foveate.finetune import encode as encoding
-from foveate.finetune import families
+from foveate.finetune import estimate, families
 from foveate.finetune.config import FinetuneConfig
 from foveate.finetune.encode import EncodeConfig, Encoder, Unit, encode, pixels
 from foveate.finetune.encoded import Encoded, Order, deal
 from foveate.finetune.loop import Finetuner
+from foveate.finetune.model import prepare
 from foveate.finetune.noising import Diffusion, Flow, noising
 from foveate.sparsity.config import SparsityConfig
 
@@ -314,3 +315,49 @@ def test_recomputed_blocks_give_the_same_losses(kind: str, home: SimpleNamespace
         tuner = Finetuner(config_of(home, tmp_path / str(number), steps=4, checkpointing=way, val_fraction=0.0))
         losses.append([row["loss"] for row in tuner.fit()])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("checkpointing", "lora"), [("none", 4), ("blocks", 0)])
+def test_a_step_costs_what_is_counted_without_memory(checkpointing: str, lora: int, home: SimpleNamespace) -> None:
+    """Bytes against those that torch's profiler sees the allocator give, operations against arithmetic."""
+    about = families.examine(home.model)
+    config = config_of(home, home.root / "none", checkpointing=checkpointing, lora=lora)
+    sample = Encoded(home.encoded).batch([0], 16)
+    model = diffusers.WanTransformer3DModel.from_config(dict(about.transformers["transformer"]))
+    prepare(model, config)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+    def step() -> None:
+        out = model(sample.latents, torch.tensor([500.0]), sample.text, return_dict=False)[0]
+        (out - sample.latents).square().mean().backward()
+
+    step()
+    with torch.profiler.profile(profile_memory=True) as seen:
+        step()
+    now, peak = 0, 0
+    for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    args = about, "transformer", config, sample, torch.float32
+    assert abs(estimate.held(*args, False) / peak - 1) < 0.05
+    work = estimate.work(*args)
+    tokens, width, layers = 3 * 4 * 6, 64, 2
+    assert work.attention == 14 * tokens**2 * width * layers  # two products forward, five backward
+    forward = layers * 2 * (tokens * (6 * width * width + 2 * width * 64) + 16 * 2 * width * width)
+    assert (2 if lora else 3) * forward < work.rest < (2.7 if lora else 3.7) * forward
+
+
+def test_mfu_is_of_the_operations_that_are_computed(home: SimpleNamespace, tmp_path: Path) -> None:
+    tuner = Finetuner(config_of(home, tmp_path / "run", peak_tflops=0.5, steps=4))
+    rows = tuner.fit()
+    work = estimate.work(tuner.about, "transformer", tuner.config, tuner.data.batch([0], 512), torch.float32)
+    for row in rows:
+        done = 2 * work.operations(row["kept"])
+        assert row["mfu"] == pytest.approx(done / row["seconds"] / 0.5e12)
+        dense = row.get("dense_tokens_per_second", row["tokens_per_second"])
+        assert dense / row["tokens_per_second"] == pytest.approx(done / (2 * work.operations()))
+    assert rows[-1]["kept"] == 0.5
+    assert [costs.peak(name) for name in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Voodoo")] == [9.89e14, 3.12e14, None]

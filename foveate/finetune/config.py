@@ -92,8 +92,11 @@ class FinetuneConfig:
     """Checkpoints that are kept, the newest."""
     tensorboard: bool = False
     """Write TensorBoard events into out/events."""
+    peak_tflops: float | None = None
+    """What one GPU can do, for MFU: by default what is known of the card in bfloat16."""
 
-    MAY_CHANGE: ClassVar[set[str]] = {"head", "sequence", "shard", "checkpointing", "data", "model", "validation"}
+    MAY_CHANGE: ClassVar[set[str]] = {"head", "sequence", "shard", "checkpointing", "data", "model", "validation",
+                                  "peak_tflops"}  # fmt: skip
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch", "micro", "head", "sequence", "validate_every", "checkpoint_every", "keep")
@@ -113,6 +116,8 @@ class FinetuneConfig:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.peak_tflops is not None and self.peak_tflops <= 0:
+            raise ValueError(f"--peak-tflops must be above 0, got {self.peak_tflops}")
         if self.lora and not self.lora_targets:
             raise ValueError("--lora-targets names no layer")
 

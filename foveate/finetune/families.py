@@ -120,7 +120,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 def diffusers() -> Any:
     """The package; ImportError that names the extra."""
-    for name in ("diffusers", "transformers", "peft"):
+    for name in ("diffusers", "transformers"):
         try:
             __import__(name)
         except ImportError:

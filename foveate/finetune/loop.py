@@ -15,7 +15,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from foveate.finetune import checkpoint, export, families
 from foveate.finetune.config import FinetuneConfig
-from foveate.finetune.encoded import Encoded, Forwards, Order, deal, fixed
+from foveate.finetune.encoded import Forwards, Order, deal, fixed
 from foveate.finetune.families import Sample
+from foveate.finetune.meter import Meter
+from foveate.finetune.model import choose_expert, open_data, prepare, stored_in
 from foveate.finetune.noising import noising
 from foveate.parallel import ParallelConfig, fsdp, mean_over_ranks, parallelize
 from foveate.sparsity.handle import Handle, sparsify
@@ -69,6 +70,9 @@ class Finetuner:
             self.weights.values(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay
         )
         self._moments()
+        self.meter = Meter(
+            self.about, self.part, config, self.data, self.text_length, self.dtype, self.device, self.ranks
+        )
         self.saver = checkpoint.Saver(config.out / folder.CHECKPOINTS, config.keep)
 
     def _join(self) -> None:
@@ -103,16 +107,8 @@ class Finetuner:
     def _model(self) -> nn.Module:
         """The transformer with what is trained, sharded where there are ranks."""
         config = self.config
-        base = torch.bfloat16 if config.lora and self.dtype == torch.bfloat16 else torch.float32
-        model = families.load_transformer(self.about, self.part, base)
-        if config.lora:
-            model.requires_grad_(False)
-            add_lora(model, config)
-        else:
-            model.requires_grad_(True)
-        model.train()
-        if config.checkpointing != "none":
-            model.enable_gradient_checkpointing(recompute(config.checkpointing))
+        model = families.load_transformer(self.about, self.part, stored_in(config, self.dtype))
+        prepare(model, config)
         if self.ranks > 1:
             fsdp.shard(model, self.device, self.dtype, config.shard)
         return model.to(self.device)
@@ -226,10 +222,13 @@ class Finetuner:
         if self.parallel is not None:
             self.parallel.step()
         seconds = time.perf_counter() - began
+        speed = told[3] * self.replicas / seconds
+        used = self.meter.measure(self.order.step(self.step - 1), kept, seconds, speed) if self.rank == 0 else {}
+        if self.device.type == "cuda":
+            used["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         return {
-            "step": self.step, "loss": told[0], "norm": told[1], "seconds": seconds,
-            "tokens_per_second": told[3] * self.replicas / seconds, "kept": kept,
-            "lr": self.optimizer.param_groups[0]["lr"], **more,
+            "step": self.step, "loss": told[0], "norm": told[1], "seconds": seconds, "tokens_per_second": speed,
+            "kept": kept, "lr": self.optimizer.param_groups[0]["lr"], **used, **more,
         }, told[2] > 0  # fmt: skip
 
     def loss(self, forward: Forward) -> Tensor:
@@ -365,58 +364,3 @@ class Finetuner:
         if self.handle is not None and "sparsity" in state:
             self.handle.load_state_dict(join(own, state["sparsity"]))
         self.step = state["step"]
-
-
-def choose_expert(config: FinetuneConfig, about: families.About) -> tuple[str, tuple[float, float]]:
-    """Which transformer is trained, and the noise levels it is for. ValueError where that must be said."""
-    border = about.config.get("boundary_ratio")
-    if len(about.transformers) == 1 or border is None:
-        if config.expert != "auto":
-            raise ValueError(f"--expert {config.expert}, but {config.model} has one transformer; leave it out")
-        return next(iter(about.transformers)), (0.0, 1.0)
-    if config.expert == "auto":
-        raise ValueError(f"{config.model} has two transformers: say by --expert high or low which noise is trained")
-    return ("transformer", (border, 1.0)) if config.expert == "high" else ("transformer_2", (0.0, border))
-
-
-def open_data(config: FinetuneConfig, about: families.About, place: Any = None) -> Encoded:
-    """The encoded clips. ValueError where they are not of this pipeline."""
-    data = Encoded(place or config.data)
-    if data.about["pipeline"] != about.pipeline:
-        raise ValueError(
-            f"{data.folder} was encoded for a {data.about['pipeline']}, {config.model} is a {about.pipeline}"
-        )
-    return data
-
-
-def add_lora(model: Any, config: FinetuneConfig) -> None:
-    """LoRA by peft, in float32, the same on all ranks. ValueError where no layer has such a name."""
-    from peft import LoraConfig
-
-    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    odd = [t for t in config.lora_targets if not any(n == t or n.endswith(f".{t}") for n in names)]
-    if odd:
-        kinds = sorted({name.split(".", 2)[-1] for name in names if name.count(".") > 1})
-        raise ValueError(f"--lora-targets {' '.join(odd)}: no linear layer is named so; there are {', '.join(kinds)}")
-    torch.manual_seed(config.seed)
-    alpha: Any = config.lora_alpha or config.lora
-    model.add_adapter(LoraConfig(r=config.lora, lora_alpha=alpha, target_modules=list(config.lora_targets)))
-    for p in model.parameters():
-        if p.requires_grad:
-            p.data = p.data.float()
-
-
-def recompute(kind: str) -> Callable[..., Any]:
-    """How diffusers runs a block that is recomputed in the backward; `selective` keeps attention's outputs."""
-    from torch.utils.checkpoint import checkpoint as run
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    if kind == "blocks":
-        return partial(run, use_reentrant=False)
-    aten: Any = torch.ops.aten
-    kept = [
-        aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.foveate.attend.default, torch.ops.foveate.select.default,
-    ]  # fmt: skip
-    return partial(run, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept))

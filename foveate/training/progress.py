@@ -33,4 +33,6 @@ def describe(row: dict) -> str:
     """One row of the history in words."""
     kept = "dense" if row["kept"] == 1 else f"{100 * row['kept']:.0f} % of the attention"
     found = f", validation {row['validation']:.4f}" if "validation" in row else ""
-    return f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s, {kept}{found}"
+    dense = f" (dense {row['dense_tokens_per_second']:,.0f})" if "dense_tokens_per_second" in row else ""
+    used = f", {100 * row['mfu']:.0f} % MFU" if "mfu" in row else ""
+    return f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s{dense}{used}, {kept}{found}"
