@@ -176,6 +176,28 @@ def test_hooks_and_accumulation_are_not_replayed(graphs: None, where: str) -> No
     assert step_of.replays == before + 1
 
 
+@pytest.mark.parametrize("what", ["shape", "removed", "mode"])
+def test_what_a_graph_does_not_hold_for_is_launched(graphs: None, what: str) -> None:
+    model, handle, step_of, loss_of = job(teach_every=1000, often=1000, rare=1000)
+    for step in range(6 + PATIENCE):
+        step_of(*batch(step))
+        model.zero_grad()
+        handle.step()
+    before, kept = step_of.replays, step_of(*batch(0)).item()
+    model.zero_grad()
+    assert step_of.replays == before + 1
+    if what == "shape":
+        handle.installed.tile_shape = (1, 8, 8)
+    elif what == "removed":
+        handle.remove()
+    else:
+        model.blocks[0].eval()
+    found = step_of(*batch(0)).item()
+    assert step_of.replays == before + 1
+    assert found == loss_of(*batch(0)).item()
+    assert (found != kept) == (what != "mode"), "or the test would see nothing"
+
+
 def test_without_a_gpu_it_says_so_and_runs(caplog: pytest.LogCaptureFixture) -> None:
     captured.say_once.cache_clear()
     model = VideoDiT(DiTConfig(width=32, depth=1, heads=2))

@@ -175,9 +175,14 @@ class Installed:
                 policy.restart()
             policy = getattr(policy, "inner", None)
 
+    @property
+    def live(self) -> bool:
+        """Whether the model is still served: not removed."""
+        return vars(self._root).get(MARK) is self
+
     def remove(self) -> None:
         """Put the model back as it was, with its original processor objects. A second call does nothing."""
-        if vars(self._root).get(MARK) is self:
+        if self.live:
             delattr(self._root, MARK)
             self._leave()
 

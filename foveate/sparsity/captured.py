@@ -49,7 +49,7 @@ class Captured:
     Everything that changes from step to step must be an argument, a tensor or None: a Python number inside `loss_of` is
     what it was when the graph was made. Autocast belongs inside `loss_of`. Gradients are written into the same tensors
     at every step, so a loop that keeps them copies them. Steps that add to gradients already there run as ever.
-    A graph keeps its activations: memory is about twice that of a step.
+    A graph keeps room for its activations beside that of launched steps.
     """
 
     def __init__(self, model: nn.Module, loss_of: Loss, handle: "Handle | None" = None):
@@ -93,9 +93,13 @@ class Captured:
         if reason := _unfit(self.model, arguments):
             say_once(f"steps are not captured as a CUDA graph: {reason}")
             return None
-        ours = None if self._policy is None else self._policy.structure(tokens)
+        ours = None
+        if self.handle is not None:
+            ours = self.handle.installed.tile_shape, self.handle.policy.structure(tokens)
         places = tuple((weight.data_ptr(), weight.requires_grad) for weight in weights)
-        return shapes, self.model.training, torch.are_deterministic_algorithms_enabled(), places, ours
+        modes = tuple(module.training for module in self.model.modules())
+        around = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        return shapes, modes, around, torch.are_deterministic_algorithms_enabled(), places, ours
 
     def _capture(self, key: Any, arguments: Sequence[Tensor | None]) -> bool:
         """Make the graph. False where that fails, for good, and the reason is logged."""
@@ -104,6 +108,7 @@ class Captured:
         fixed = [None if x is None else x.detach().clone() for x in arguments]
         weights = list(self.model.parameters())
         before = {} if policy is None else dict(policy.computed)
+        torch.clear_autocast_cache()  # of a caller's autocast: the graph must cast weights anew at every replay
         try:
             graph = torch.cuda.CUDAGraph()
             if policy is None or self.handle is None:
@@ -117,10 +122,12 @@ class Captured:
             self._refused = str(error).strip().split("\n")[0]
             say_once(f"steps are not captured as a CUDA graph, they run as ever: {self._refused}")
             return False
-        after = {} if policy is None else policy.computed
+        finally:
+            torch.clear_autocast_cache()  # and nobody else may use what it casts
+            after = {} if policy is None else policy.computed
+            if policy is not None:
+                policy.computed = before
         computed = {mode: count - before[mode] for mode, count in after.items()}
-        if policy is not None:
-            policy.computed = before
         gradients = [weight.grad for weight in weights]
         self._record = Record(key, graph, fixed, ours, gradients, loss, tokens, computed)
         self.captures += 1

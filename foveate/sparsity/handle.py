@@ -143,6 +143,8 @@ class Handle:
     @property
     def steady(self) -> bool:
         """Whether the next training step is that and nothing else: no lesson, no look, no sample, no profile."""
+        if not self.installed.live or self.installed.policy is not self.policy:
+            return False
         busy = self.policy.learning or self.policy.weighs or self.policy.look or self.config.training_free_steps
         return not (busy or self._probe.sampling or self._probe.checking or self.policy.mode == "random")
 
