@@ -109,10 +109,17 @@ class Browser:
         """Real keys, by their names in KeyboardEvent.key."""
         for key in keys:
             text = {"text": key} if len(key) == 1 else {}
-            code = {" ": 32, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35}.get(key, ord(key[0].upper()))
+            code = {" ": 32, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, "Backspace": 8}.get(
+                key, ord(key[0].upper())
+            )
             for kind in ("keyDown", "keyUp"):
                 more = text if kind == "keyDown" else {}
                 self.ask("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **more)
+
+    def enter(self) -> None:
+        """The Enter key, which presses the button that has the focus."""
+        for kind, more in (("keyDown", {"text": "\r"}), ("keyUp", {})):
+            self.ask("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, **more)
 
     def picture(self, file: Path, *, clip: Sequence[float] | None = None) -> None:
         """A PNG of the whole page, or of (x, y, width, height)."""
