@@ -58,7 +58,8 @@ def contrasts(browser: Browser) -> float:
         if (!own || !node.checkVisibility() || node.closest("svg, button:disabled")) continue;
         let back = node;
         while (back && clear(back)) back = back.parentElement;
-        const [a, b] = [getComputedStyle(node).color, getComputedStyle(back ?? document.body).backgroundColor].map(light);
+        const behind = getComputedStyle(back ?? document.body).backgroundColor;
+        const [a, b] = [getComputedStyle(node).color, behind].map(light);
         least = Math.min(least, (Math.max(a, b) + .05) / (Math.min(a, b) + .05));
       }
       return least;
