@@ -122,6 +122,8 @@ def finetune(
     resume: bool = False,
     overwrite: bool = False,
     allow_change: tuple[str, ...] = (),
+    dry_run: bool = False,
+    gpus: int = 0,
     file: File = None,
 ) -> int:
     """Train a diffusers pipeline's transformer on what `foveate encode` wrote: LoRA or all weights, on one GPU or many.
@@ -131,11 +133,22 @@ def finetune(
         resume: Continue the run in --out from its newest checkpoint, with its own configuration.
         overwrite: Replace the run that --out holds.
         allow_change: With --resume, dials that may differ from the run's own although they make another run of it.
+        dry_run: Train nothing: print the whole configuration, a file for --config, and an estimate of the memory.
+        gpus: With --dry-run, ranks to estimate for; by default those that are started.
         file: YAML or JSON file of these flags; flags beside it win.
     """
     from foveate.finetune.loop import Finetuner
     from foveate.training.progress import watch
 
+    if dry_run:
+        from foveate.finetune.dry_run import describe
+
+        ranks = int(os.environ.get("WORLD_SIZE") or 1)
+        if os.environ.get("RANK", "0") == "0":
+            print(describe(config, gpus or ranks), end="")
+        return 0
+    if gpus:
+        raise ValueError("--gpus is for --dry-run; torchrun --nproc-per-node starts so many ranks (docs/launch.md)")
     may_write(config.out, resume, overwrite)
     with watch(messages, "train", config.steps) as show:
         tuner = Finetuner(config, on_step=show)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+RECIPES = Path(__file__).parent / "assets" / "recipes"
+
 
 def known(arguments: Sequence[str], **defaults: Any) -> argparse.Namespace:
     """These flags alone, as text (or whether they are given, where the default is a bool), before all are parsed."""
@@ -31,13 +33,14 @@ def expand(arguments: Sequence[str]) -> list[str]:
     file = _file(arguments)
     if file is None:
         return list(arguments)
+    file = _found(file)
     given = {_plain(item.partition("=")[0]) for item in arguments if item.startswith("--")}
     tokens = []
     for key, value in _flat(_read(file)):
         flag = "--" + _plain(key)
         if flag == "--config":
             raise ValueError(f"{file} names another file by `config`; one file is read")
-        if not {flag, f"--no-{flag[2:]}"} & given:
+        if not {flag, _negated(flag)} & given:
             tokens += _tokens(flag, value)
     return [*tokens, *arguments]
 
@@ -49,6 +52,17 @@ def _file(arguments: Sequence[str]) -> Path | None:
         if item == "--config" and place + 1 < len(arguments):
             return Path(arguments[place + 1])
     return None
+
+
+def _found(file: Path) -> Path:
+    """The file itself, or the recipe of this package that has this name."""
+    own = RECIPES / f"{file.name.removesuffix('.yaml')}.yaml"
+    if file.exists() or file.name != str(file):
+        return file
+    if not own.is_file():
+        known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+        raise ValueError(f"there is no file {file}, nor a recipe of that name; recipes are {known}")
+    return own
 
 
 def _read(file: Path) -> Mapping[str, Any]:
@@ -81,8 +95,14 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _tokens(flag: str, value: Any) -> list[str]:
     if isinstance(value, bool):
-        return [flag if value else f"--no-{flag[2:]}"]
+        return [flag if value else _negated(flag)]
     return [flag, *map(str, value if isinstance(value, list) else [value])]
+
+
+def _negated(flag: str) -> str:
+    """--no-sparse, --sparsity.no-force."""
+    inside, dot, name = flag[2:].rpartition(".")
+    return f"--{inside}{dot}no-{name}"
 
 
 def _plain(flag: str) -> str:

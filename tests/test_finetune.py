@@ -1,6 +1,8 @@
 """`foveate encode`, `foveate train --model`: a tiny saved Wan pipeline from clips to plain diffusers."""
 
 import json
+import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 pytest.importorskip("diffusers", reason="needs diffusers: pip install 'foveate[diffusers]'")
@@ -16,7 +19,7 @@ import diffusers
 import finetune_data
 from tiny_pipelines import call, made
 
-from foveate import cli, costs
+from foveate import cli, costs, flags
 from foveate.finetune import encode as encoding
 from foveate.finetune import estimate, families
 from foveate.finetune.config import FinetuneConfig
@@ -361,3 +364,40 @@ def test_mfu_is_of_the_operations_that_are_computed(home: SimpleNamespace, tmp_p
         assert dense / row["tokens_per_second"] == pytest.approx(done / (2 * work.operations()))
     assert rows[-1]["kept"] == 0.5
     assert [costs.peak(name) for name in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Voodoo")] == [9.89e14, 3.12e14, None]
+
+
+def test_dry_run_and_recipes_are_whole_configurations(home: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
+    """What --dry-run prints is a recipe that gives the same again; every recipe of the package names every dial."""
+    paths = ["--model", str(home.model), "--data", str(home.encoded), "--out", str(tmp_path / "run"), "--dry-run"]
+    dials = {field.name for field in fields(FinetuneConfig)} - {"model", "data", "out", "validation"}
+    own = sorted(flags.RECIPES.glob("*.yaml"))
+    assert len(own) == 6
+    for recipe in own:
+        assert set(yaml.safe_load(recipe.read_text())) == dials
+        expert = ["--expert", "auto"] if "high" in recipe.stem else []
+        assert cli.run(["train", "--config", recipe.stem, *paths, "--gpus", "4", *expert]) == 0
+        printed = capsys.readouterr().out
+        assert yaml.safe_load(printed)["lr"] == yaml.safe_load(recipe.read_text())["lr"]
+    (tmp_path / "again.yaml").write_text(printed)
+    assert cli.run(["train", "--config", str(tmp_path / "again.yaml"), "--dry-run", "--gpus", "4"]) == 0
+    assert capsys.readouterr().out == printed
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="nor a recipe of that name; recipes are cogvideox-5b-lora, "):
+        cli.run(["train", "--config", "wan-1b", *paths])
+    with pytest.raises(ValueError, match="--gpus is for --dry-run"):
+        cli.run(["train", *paths[:-1], "--gpus", "2"])
+
+
+def test_a_run_is_logged_to_wandb(home: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    run = SimpleNamespace(log=lambda row, step: said.append((step, row["loss"])), finish=lambda exit_code: None)
+    made = lambda **given: said.append(given) or run  # noqa: E731
+    fake = SimpleNamespace(init=made, util=SimpleNamespace(generate_id=lambda: "abc"))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = config_of(home, tmp_path / "run", wandb="project", steps=2, sparse=False)
+    rows = Finetuner(config).fit()
+    assert (said[0]["project"], said[0]["id"], said[0]["name"]) == ("project", "abc", "run")
+    assert said[1:] == [(row["step"], row["loss"]) for row in rows]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"pip install 'foveate\[wandb\]'"):
+        Finetuner(config_of(home, tmp_path / "none", wandb="project", steps=2, sparse=False)).fit()

@@ -92,6 +92,8 @@ class FinetuneConfig:
     """Checkpoints that are kept, the newest."""
     tensorboard: bool = False
     """Write TensorBoard events into out/events."""
+    wandb: str | None = None
+    """Project of Weights & Biases that the run is logged to; WANDB_MODE=offline keeps it on this machine."""
     peak_tflops: float | None = None
     """What one GPU can do, for MFU: by default what is known of the card in bfloat16."""
 

@@ -162,8 +162,11 @@ def _faked(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, the one that holds most. gathered: two blocks' whole weights and one's gradients, which FSDP
-    has at a time. optimizer: AdamW's moments and, while it steps, one more of that size for two."""
+    """Bytes of one rank, the one that holds most.
+
+    gathered: two blocks' whole weights and one's gradients, which FSDP has at a time. optimizer: AdamW's moments;
+    stepping: what its step makes besides. average: the EMA.
+    """
 
     weights: int
     gradients: int
@@ -187,7 +190,7 @@ def sharded(p: Tensor, ranks: int) -> int:
 
 def memory(
     parameters: Mapping[str, Tensor], blocks: Sequence[Sequence[Tensor]], *, held: int, ranks: int, context: int,
-    element: int, average: bool,
+    element: int,
 ) -> Memory:  # fmt: skip
     """Of weights sharded over `ranks`; `held` bytes of activations are shared by `context` ranks.
 
@@ -198,6 +201,6 @@ def memory(
     training = [sum(p.numel() for p in block if p.requires_grad) for block in blocks]
     return Memory(
         weights=sum(p.element_size() * sharded(p, ranks) for p in parameters.values()), gradients=trained,
-        average=trained if average else 0, optimizer=2 * trained, stepping=trained,
+        average=trained, optimizer=2 * trained, stepping=trained,
         gathered=element * (2 * max(sizes) + max(training)) if ranks > 1 else 0, activations=held // context,
     )  # fmt: skip

@@ -27,11 +27,12 @@ SIGNS = (CONFIG, HISTORY, WEIGHTS, CHECKPOINTS)  # any of them: here was a run
 OWN = (
     CONFIG, HISTORY, PLANS, SKIPPED, WEIGHTS, "sparse/predictors.safetensors", "sparse/sparse.json",
     "samples/step-*.mp4", "events/events.out.tfevents.*", "report.html",
+    "wandb.txt",
 )  # fmt: skip
 OWN_FOLDERS = ("checkpoints/*step-*", "switch/step-*")
 MAY_CHANGE = {
     "out", "steps", "device", "workers", "validate_every", "validation_clips", "checkpoint_every", "keep",
-    "sample_every", "tensorboard", "compile", "capture",
+    "sample_every", "tensorboard", "wandb", "compile", "capture",
 }  # fmt: skip
 
 

@@ -25,7 +25,8 @@ STEPS = 10  # of the denoising
 
 
 class Events:
-    """TensorBoard events of every number in a row, in out/events; nothing where the run did not ask for them."""
+    """TensorBoard events of every number in a row, in out/events, and a run of Weights & Biases; nothing where the run
+    did not ask for them."""
 
     def __init__(self, config: Any, step: int):
         self._writer: Any = None
@@ -35,12 +36,17 @@ class Events:
             except ImportError:
                 raise ImportError("TensorBoard events need tensorboard: pip install 'foveate[tensorboard]'") from None
             self._writer = SummaryWriter(str(config.out / "events"), purge_step=step + 1 if step else None)
+        self._wandb: Any = None
+        if getattr(config, "wandb", None):
+            self._wandb = _wandb_run(config)
 
     def write(self, row: dict) -> None:
         if self._writer is not None:
             for name, value in row.items():
                 if name != "step" and isinstance(value, int | float):
                     self._writer.add_scalar(f"train/{name}", value, row["step"])
+        if self._wandb is not None:
+            self._wandb.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
 
     def __enter__(self) -> "Events":
         return self
@@ -48,6 +54,23 @@ class Events:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._writer is not None:
             self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(error is not None))
+
+
+def _wandb_run(config: Any) -> Any:
+    """Of the project config.wandb; a run that is resumed goes on in its own (out/wandb.txt)."""
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ImportError("--wandb needs wandb: pip install 'foveate[wandb]'") from None
+    file = config.out / "wandb.txt"
+    if not file.is_file():
+        file.write_text(wandb.util.generate_id())
+    return wandb.init(
+        project=config.wandb, name=config.out.resolve().name, id=file.read_text(), resume="allow", dir=str(config.out),
+        config=config.to_dict(),
+    )  # fmt: skip
 
 
 def recorded(config: Any, step: int, rows: Iterable[dict]) -> Generator[dict]:
