@@ -51,7 +51,10 @@ def run(root: Path, name: str, resume: bool = False, steps: int = STEPS, **more:
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_four_ranks_train_as_one_process_and_any_number_goes_on(sparse: bool, home: Path, worlds: Worlds) -> None:
-    """2 replicas x 2 context-parallel ranks at the same global batch; then 2 ranks and 1 from the checkpoint of 4."""
+    """2 replicas x 2 context-parallel ranks at the same global batch; then 2 ranks, or 1, from the checkpoint of 4.
+
+    benchmarks/resume_ranks.py tries all pairs.
+    """
     dials = {"sparse": sparse, "sparsity": SPARSE}
     losses, validation = run(home, f"one-{sparse}", **dials)
     four = worlds(4).run(on_rank, home, f"four-{sparse}", False, {**dials, "sequence": 2})
@@ -59,14 +62,37 @@ def test_four_ranks_train_as_one_process_and_any_number_goes_on(sparse: bool, ho
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses), rtol=0, atol=1e-5)
         assert abs(judged - validation) < 1e-5
     assert losses[-1] < losses[0]
-    ours, _ = run(home, f"four-{sparse}", True, **dials)
-    torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses), rtol=0, atol=1e-5)
-    for two, _ in worlds(2).run(on_rank, home, f"four-{sparse}", True, dials):
-        torch.testing.assert_close(torch.tensor(two[-10:]), torch.tensor(losses[-10:]), rtol=0, atol=1e-5)
+    again = (home, f"four-{sparse}", True, dials)
+    for ours, _ in worlds(2).run(on_rank, *again) if sparse else [on_rank(*again)]:
+        torch.testing.assert_close(torch.tensor(ours[-10:]), torch.tensor(losses[-10:]), rtol=0, atol=1e-5)
 
 
 def on_rank(root: Path, name: str, resume: bool, dials: dict[str, Any]) -> tuple[list[float], float]:
     return run(root, name, resume, **dials)
+
+
+def test_a_signal_to_one_rank_ends_all_with_code_0(home: Path, worlds: Worlds, tmp_path: Path) -> None:
+    """LoRA on two ranks: all agree on the step after which they save and leave."""
+    words = [*words_of(home, tmp_path / "run"), "--lora", "2", "--batch", "2"]
+    assert worlds(2).run(stopped, words) == [0, 0]
+    rows = folder.rows(tmp_path / "run" / "history.jsonl")
+    assert steps(tmp_path / "run" / "checkpoints")[-1] == len(rows) < 8
+    assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def stopped(words: list[str]) -> int:
+    """`foveate train`, in whose third forward on rank 1 SIGTERM comes."""
+    forwards, real = [], Finetuner.loss
+
+    def loss(self: Finetuner, forward: Any) -> torch.Tensor:
+        forwards.append(forward)
+        if len(forwards) == 3 and self.rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, forward)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Finetuner, "loss", loss)
+        return cli.run(words)
 
 
 def words_of(root: Path, out: Path, *more: str) -> list[str]:

@@ -1,42 +1,30 @@
-"""A live line for an encoding: samples, rate, time left."""
+"""A live line for an encoding: samples and their rate."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from foveate.finetune.encode import Say
-
-EVERY = 20.0  # seconds between plain lines, where output is no terminal
+from foveate.training.progress import live
 
 
 @contextmanager
 def watch_encoding(console: Console) -> Iterator[Say]:
-    """A progress bar that is told the samples done, and of how many. A plain line now and then elsewhere."""
-    columns = TextColumn("[bold]encode"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}")
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("encode", total=None, note="")
-        began, first, said = time.monotonic(), None, 0.0
+    """Is told the samples done, and of how many; those that were there before count for no rate."""
+    with live(console, "encode", "sample") as (show, _):
+        began, first = time.monotonic(), None
 
         def say(done: int, total: int) -> None:
-            nonlocal first, said, began
+            nonlocal began, first
             if first is None:
                 first, began = done, time.monotonic()
-            note, now = rate(began, first, done, total), time.monotonic()
-            progress.update(task, completed=done, total=total, note=note)
-            if not console.is_terminal and (now - said > EVERY or done == total):
-                said = now
-                console.print(f"encode: {done}/{total} {note}")
+            speed = (done - first) / max(1e-9, time.monotonic() - began)
+            show(done, total, f"{speed:.2f} clips/s, {_words((total - done) / speed)} left" if speed else "")
 
         yield say
 
 
-def rate(began: float, first: int, done: int, total: int) -> str:
-    """Samples a second and time left, in words."""
-    speed = (done - first) / max(1e-9, time.monotonic() - began)
-    if speed <= 0:
-        return ""
-    left = (total - done) / speed
-    return f"{speed:.2f} clips/s, " + (f"{left / 60:.0f} min left" if left > 90 else f"{left:.0f} s left")
+def _words(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from foveate.training.progress import live
 
 
 class Bar:
@@ -49,17 +50,6 @@ class Bar:
 
 @contextmanager
 def watching(console: Console, title: str, note: Callable[[], str]) -> Iterator[Bar]:
-    """A bar on a terminal; elsewhere a plain line now and then."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=None, note="")
-
-        def show(done: int, total: int, said: str) -> None:
-            progress.update(task, completed=done, total=total, note=said)
-            if not console.is_terminal and done and (done % max(1, total // 4) == 0 or done == total):
-                console.print(f"{title}: step {done}/{total} {said}".rstrip())
-
+    """For the steps of one clip."""
+    with live(console, title) as (show, _):
         yield Bar(show, note)

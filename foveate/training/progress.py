@@ -1,32 +1,51 @@
-"""A live line for a run: step, stage, loss, tokens a second, budget."""
+"""One live line for whatever takes its time: a bar on a terminal, elsewhere a plain line now and then."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+EIGHTH, SECONDS = 8, 20.0  # plain lines come after so much of the whole, or so long, whichever is first
+
+Show = Callable[[int, int, str], None]  # done, of how many, what else to say
+
 
 @contextmanager
-def watch(console: Console, title: str, total: int) -> Iterator[Callable[[dict], None]]:
-    """A progress bar that takes rows of the history. Where output is not a terminal, a plain line now and then."""
+def live(console: Console, title: str, what: str = "step") -> Iterator[tuple[Show, Callable[[str], None]]]:
+    """What shows how far it is, and what prints a line of its own."""
     columns = (
         TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total, note="")
+        task = progress.add_task(title, total=None, note="")
+        last, said = 0, time.monotonic()
 
-        def show(row: dict) -> None:
-            note = describe(row)
-            progress.update(task, completed=row["step"], note=note)
+        def show(done: int, total: int, note: str) -> None:
+            nonlocal last, said
+            progress.update(task, completed=done, total=total, note=note)
+            late, part = time.monotonic() - said > SECONDS, max(1, total // EIGHTH)
+            if not console.is_terminal and done > last and (done // part > last // part or done == total or late):
+                last, said = done, time.monotonic()
+                console.print(f"{title}: {what} {done}/{total} {note}".rstrip())
+
+        yield show, lambda line: progress.console.print(f"{title}: {line}")
+
+
+@contextmanager
+def watch(console: Console, title: str, total: int) -> Iterator[Callable[[dict], None]]:
+    """For rows of the history of a run."""
+    with live(console, title) as (show, say):
+
+        def row(row: dict) -> None:
+            show(row["step"], total, describe(row))
             if "reason" in row:
                 gap = f", its loss is {100 * row['gap']:+.2f} % of dense attention's" if "gap" in row else ""
-                progress.console.print(f"{title}: step {row['step']}: sparse attention: {row['reason']}{gap}")
-            if not console.is_terminal and (row["step"] % max(1, total // 8) == 0 or row["step"] == total):
-                console.print(f"{title}: step {row['step']}/{total} {note}")
+                say(f"step {row['step']}: sparse attention: {row['reason']}{gap}")
 
-        yield show
+        yield row
 
 
 def describe(row: dict) -> str:
