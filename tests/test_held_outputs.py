@@ -140,6 +140,11 @@ def test_no_hits_are_told_once_where_hits_are_wanted(caplog: pytest.LogCaptureFi
         with reuse(target, held(quality=quality)):
             make(target, steps=40)
         assert sum("nothing was held" in record.message for record in caplog.records) == times
+    with reuse(target, held(interval=3)) as handle:
+        make(model())  # another than was given, as where a pipeline's transformer is replaced afterwards
+        for _ in range(2):
+            assert handle.report().steps == []
+    assert sum("no model of this handle has been called" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("order", [0, 1])

@@ -45,7 +45,7 @@ class ReuseHandle:
     """What `reuse` gives back; a context manager too, the end of whose `with` removes it. `models` may be read."""
 
     def __init__(self, target: Any, config: ReuseConfig):
-        self.config, self._told, self._warned = config, False, False
+        self.config, self._told, self._warned, self._idle = config, False, False, False
         pipe = None if isinstance(target, nn.Module) else target
         named = {"": target} if isinstance(target, nn.Module) else transformers(target)
         self._tracker = Tracker(self._began, self._ended)
@@ -85,9 +85,21 @@ class ReuseHandle:
         """What the newest request did, or the newest of this name; all models in turn. Waits for the device."""
         named = self._tracker.newest if request is None else self._tracker.requests.get(request)
         if named is None:
+            self._untouched()
             return ReuseReport([])
         self._mode.settle(named)
         return ReuseReport(named.records)
+
+    def _untouched(self) -> None:
+        """Say once that no model of this handle was called, which nobody notices while it goes on."""
+        if self._idle or self._tracker.count:
+            return
+        self._idle = True
+        log.warning(
+            "reuse: no model of this handle has been called. A pipeline whose transformer was replaced after reuse, or "
+            "that calls another module around it, or `forward` past the model's call, computes everything: give "
+            "foveate.reuse what is called"
+        )
 
     @contextmanager
     def during(

@@ -156,13 +156,15 @@ class Inputs:
 
 
 class Tracker:
-    """Of one handle, all its models. began(request), ended(request): told of every new request, and of its end."""
+    """Of one handle, all its models. began(request), ended(request): told of every new request, and of its end.
+    count: of requests so far.
+    """
 
     def __init__(self, began: Callable[[Forward], None], ended: Callable[[Request, str], None]):
         self.requests: dict[Any, Request] = {}
         self.newest: Request | None = None
         self._began, self._ended = began, ended
-        self._lock, self._count = threading.RLock(), 0
+        self._lock, self.count = threading.RLock(), 0
 
     def begin(self, name: str, model: int, place: Place, inputs: Inputs, guidance: Any) -> Forward:
         """The forward that begins. Its branch is registered by `done`, when the model has not failed."""
@@ -178,8 +180,8 @@ class Tracker:
             alive = {thread.ident for thread in threading.enumerate()}
             for other in [one for one in self.requests if isinstance(one, int) and one not in alive]:
                 self._end(other, "its thread is gone")
-            self._count += 1
-            request = self.requests[key] = self.newest = Request(self._count, place, guidance)
+            self.count += 1
+            request = self.requests[key] = self.newest = Request(self.count, place, guidance)
             forward = Forward(request, _branch(model, place, inputs), place, inputs)
         self._began(forward)
         return forward
