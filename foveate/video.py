@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from fractions import Fraction
 from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import av
 import numpy as np
@@ -26,6 +26,8 @@ from torch import Tensor
 ENCODERS = ("libx264", "libopenh264", "libvpx-vp9", "mpeg4")  # the first three play in browsers
 NO_FILMS = {"concat", "dash", "hls", "image2", "imf", "rawvideo", "sdp", "tty"}  # lists of other files, text, stills
 TRANSPOSED, MIRRORED, INVERTED = 1, 2, 4  # bits of `Clip.turn`, done in this order
+# PyAV 19 reads titles that are no UTF-8 by itself and has no such argument; before, they were an error unless asked for.
+UNREADABLE_NAMES: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
 RETRIES = 16
 BACK = 256  # frames: where a container's seek lands too late, decoding starts so much earlier
 
@@ -224,7 +226,7 @@ class _Decoder:
 def _open(path: str | Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     """The file and its film: the first video stream that is not a cover picture. Opens no other file, no address."""
     only_this = {"protocol_whitelist": "file"}
-    with av.open(str(Path(path).absolute()), options=only_this, metadata_errors="replace") as container:
+    with av.open(str(Path(path).absolute()), options=only_this, **UNREADABLE_NAMES) as container:
         kind = container.format.name
         if kind == "webp_pipe":
             raise UnusableError("a still WebP image, or an animated one, which FFmpeg cannot decode; convert it to MP4")

@@ -25,8 +25,11 @@ def code(page: Path) -> list[str]:
     return [block for block in found if not any(word in block for word in ELSEWHERE)]
 
 
-def flow_loss(model: nn.Module, clip: torch.Tensor) -> torch.Tensor:
-    noise, sigma = torch.randn_like(clip), torch.rand(len(clip))
+def flow_loss(
+    model: nn.Module, clip: torch.Tensor, noise: torch.Tensor | None = None, sigma: torch.Tensor | None = None
+) -> torch.Tensor:
+    noise = torch.randn_like(clip) if noise is None else noise
+    sigma = torch.rand(len(clip)) if sigma is None else sigma
     level = sigma[:, None, None, None, None]
     return (model((1 - level) * clip + level * noise, sigma) - (noise - clip)).square().mean()
 
@@ -55,6 +58,7 @@ def a_users_names() -> dict[str, Any]:
         "prompts": ["a walk", "a run", "a swim", "a flight"],
         "other_state": fv.attend(q, key[:, :64], value[:, :64]),
     }
+    names |= {"torch": torch, "clips": clips[0], "noise": torch.randn_like(clips[0]), "sigma": torch.tensor([0.5])}
     names["closure"] = lambda: flow_loss(model, clips[0])
     return names
 
