@@ -26,7 +26,7 @@ from torch import Tensor
 ENCODERS = ("libx264", "libopenh264", "libvpx-vp9", "mpeg4")  # the first three play in browsers
 NO_FILMS = {"concat", "dash", "hls", "image2", "imf", "rawvideo", "sdp", "tty"}  # lists of other files, text, stills
 TRANSPOSED, MIRRORED, INVERTED = 1, 2, 4  # bits of `Clip.turn`, done in this order
-# PyAV 19 reads titles that are no UTF-8 by itself and has no such argument; before, they were an error unless asked for.
+# PyAV 19 reads titles that are no UTF-8 by itself and lacks the argument; before, they were an error without it.
 UNREADABLE_NAMES: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
 RETRIES = 16
 BACK = 256  # frames: where a container's seek lands too late, decoding starts so much earlier
