@@ -67,13 +67,27 @@ def _shown(found: Row) -> dict[str, str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown. One row an arm and seed, and the mean over seeds where there are several; best first."""
-    lines = [compared(row, rows) for row in rows]
-    order = sorted(lines, key=lambda found: (found.get("over dense", math.inf), found["arm"]))
-    shown = [_shown(found) for found in order]
-    text = [" | ".join(("", *COLUMNS, "")).strip(), "|" + "---|" * len(COLUMNS)]
-    text += ["| " + " | ".join(row.get(name, "") for name in COLUMNS) + " |" for row in shown]
-    return "\n".join([*text, "", *spread(lines)])
+    """Markdown, a table a checkpoint: one row an arm and seed, best first, then the mean over seeds where there are
+    several."""
+    text = []
+    for checkpoint in dict.fromkeys(row["checkpoint"]["id"] for row in rows):
+        same = [row for row in rows if row["checkpoint"]["id"] == checkpoint]
+        about = same[0]["checkpoint"]
+        lines = [compared(row, same) for row in same]
+        order = sorted(lines, key=lambda found: (found.get("over dense", math.inf), found["arm"]))
+        shown = [_shown(found) for found in order]
+        text += [
+            f"Size {same[0]['size']}, {same[0]['card']}, {same[0]['month']}; checkpoint {checkpoint} of "
+            f"{about['short_steps']} + {about['long_steps']} steps, validation loss {about['validation']:.5f} "
+            f"({about['pairs']} pairs, {about['scatter']:.2%} apart with other noise)",
+            "",
+            "| " + " | ".join(COLUMNS) + " |",
+            "|" + "---|" * len(COLUMNS),
+            *("| " + " | ".join(row.get(name, "") for name in COLUMNS) + " |" for row in shown),
+            "",
+            *spread(lines),
+        ]
+    return "\n".join(text)
 
 
 def spread(lines: Sequence[Row]) -> list[str]:
