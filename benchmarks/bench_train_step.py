@@ -282,8 +282,8 @@ def card(device: str) -> str:
 
 
 def free(device: str) -> None:
-    gc.collect()  # a model and what was installed in it refer to each other
     if device == "cuda":
+        gc.collect()  # a model and what was installed in it refer to each other
         torch.cuda.empty_cache()
 
 

@@ -1,6 +1,6 @@
 """Captured steps, on the CPU: a graph is stood for by one that computes again what it was made of.
 
-That replays are the same kernels on a GPU is test_gpu_captured.py's business, and the benchmark's own gate's.
+That replays are the same kernels on a GPU is gpu/test_gpu_captured.py's business, and the benchmark's own gate's.
 """
 
 import logging

@@ -104,6 +104,7 @@ def test_a_plan_is_computed_head_by_head_and_randomly_where_that_is_asked() -> N
     trainer.step = 6
     policy(first, q, k, v)
     assert not torch.equal(seen[0].words, seen[1].words)
+    assert policy.kept(4) == 1 and policy.kept(5) == 0.6875
 
 
 def test_the_whole_demo_at_toy_size(
@@ -123,7 +124,8 @@ def test_the_whole_demo_at_toy_size(
     results, progress = said.file.getvalue(), aside.file.getvalue()
     assert "failed" in results
     assert f"report: {out.resolve() / 'report.html'}" in results
-    assert "random: step 12/12" in progress
+    last = next(line for line in progress.splitlines() if "random: step 12/12" in line)
+    assert "% of the attention" in last and "dense" not in last.split("tokens/s")[-1]
     assert "step 12/12" not in results, "what came out, and nothing else"
     page = (out / "report.html").read_text()
     assert page.count('class="film"') == 6

@@ -13,6 +13,7 @@ Shapes: B batch, S tokens, H heads, D head dim.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -54,8 +55,16 @@ class Planned:
     def __init__(self, trainer: Trainer, plans: Sequence[Mapping[str, Any]], choose: Choose):
         self.trainer, self.plans, self.choose = trainer, plans, choose
 
+    def plan(self, step: int) -> Mapping[str, Any] | None:
+        return next((row for row in reversed(self.plans) if row["step"] <= step), None)
+
+    def kept(self, step: int) -> float:
+        """Share of the attention that is computed in a step."""
+        plan = self.plan(step)
+        return 1.0 if plan is None or not plan["active"] else fmean(map(fmean, plan["kept"]))
+
     def __call__(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        plan = next((row for row in reversed(self.plans) if row["step"] <= self.trainer.step), None)
+        plan = self.plan(self.trainer.step)
         if plan is None or not plan["active"] or min(plan["kept"][layer.index]) == 1:
             return attend(q, k, v).out
         budget = torch.tensor(plan["kept"][layer.index])
@@ -98,7 +107,9 @@ def train_three(config: TrainConfig, messages: Console) -> list[Run]:
 
 def train(name: str, trainer: Trainer, messages: Console) -> Run:
     with watch(messages, f"{name:6}", trainer.config.steps) as show:
-        trainer.on_step = show
+        policy = trainer.model.policy  # the random control's own handle is idle, and would call its steps dense
+        control = policy if isinstance(policy, Planned) else None
+        trainer.on_step = show if control is None else lambda row: show(row | {"kept": control.kept(row["step"] - 1)})
         trainer.fit(overwrite=True)
     if trainer.interrupted:
         raise KeyboardInterrupt
