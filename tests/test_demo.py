@@ -104,7 +104,8 @@ def test_a_plan_is_computed_head_by_head_and_randomly_where_that_is_asked() -> N
     trainer.step = 6
     policy(first, q, k, v)
     assert not torch.equal(seen[0].words, seen[1].words)
-    assert policy.kept(4) == 1 and policy.kept(5) == 0.6875
+    assert policy.kept(4) == 1
+    assert policy.kept(5) == 0.6875
 
 
 def test_the_whole_demo_at_toy_size(
@@ -125,7 +126,8 @@ def test_the_whole_demo_at_toy_size(
     assert "failed" in results
     assert f"report: {out.resolve() / 'report.html'}" in results
     last = next(line for line in progress.splitlines() if "random: step 12/12" in line)
-    assert "% of the attention" in last and "dense" not in last.split("tokens/s")[-1]
+    assert "% of the attention" in last
+    assert "dense" not in last.split("tokens/s")[-1]
     assert "step 12/12" not in results, "what came out, and nothing else"
     page = (out / "report.html").read_text()
     assert page.count('class="film"') == 6
