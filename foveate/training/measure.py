@@ -10,7 +10,6 @@ Shapes: B batch = 1, S tokens, H heads, D head dim, R query tiles, N key tiles.
 """
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -153,7 +152,7 @@ def select_ms(device: torch.device, length: int, heads: int, dim: int, tile: int
 
 
 def milliseconds(job: Callable[[], object], device: torch.device) -> float:
-    """Median of three runs after a warm-up."""
+    """The shortest of three runs after a warm-up: other load only adds."""
     times = []
     for _ in range(4):
         began = time.perf_counter()
@@ -161,4 +160,4 @@ def milliseconds(job: Callable[[], object], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times[1:])
+    return min(times[1:])
