@@ -97,3 +97,17 @@ def test_links_of_the_readme_and_pages_lead_to_files() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / link).exists(), (page.name, link)
+
+
+def test_the_log_has_one_dated_line_an_idea() -> None:
+    ideas = [line for line in (ROOT / "docs/log.md").read_text().splitlines() if line.startswith("| ")]
+    ideas = [re.split(r"(?<!\\)\|", line)[1:-1] for line in ideas if not line.startswith("| date")]
+    assert len(ideas) > 100
+    wrong = [
+        idea
+        for idea in ideas
+        if len(idea) != 4
+        or not re.fullmatch(r" 20\d\d-\d\d(-\d\d)? ", idea[0])
+        or not (idea[1].strip() and idea[3].strip())
+    ]
+    assert not wrong
