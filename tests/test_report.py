@@ -322,3 +322,16 @@ def test_smooth():
     assert smooth([1, 2, 90, 4, 5], 3, median=True).tolist() == [1.5, 2, 4, 5, 4.5]
     assert smooth([1, float("nan"), 3], 3).tolist() == [1, 2, 3]
     assert np.isnan(smooth([float("nan")] * 3, 3)).all()
+
+
+@pytest.mark.parametrize("values", [[0.0101, 0.0102, 0.0103], [0.01] * 3, [1.00001, 1.00002, 1.00003], [-0.05, 0, 0.2]])
+def test_labels_of_an_axis_say_where_the_ticks_are(values: list[float]) -> None:
+    for percent, last in ((True, 0.3), (False, 3000.0)):
+        svg = line_chart([Line([0, last / 2, last], values, "sparse")], label="gap", last=last, percent=percent)
+        texts = [text.removesuffix(" %").replace(",", "") for text in re.findall(r"<text[^>]*>([^<]+)</text>", svg)]
+        split = texts.index("step")
+        for labels in (texts[:split], texts[split + 1 :]):
+            ticks = [float(label.replace("\u2212", "-")) for label in labels]
+            assert len(set(ticks)) == len(ticks) > 2
+            steps = np.diff(ticks)
+            assert np.allclose(steps, steps.mean(), rtol=0.05), "evenly spaced, as they are drawn"

@@ -9,12 +9,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import Formatter, MaxNLocator
 
 SIZE = (4.8, 2.7)  # inches; 72 units each, so text keeps a readable size when a phone shrinks the picture
 HEAT = 16  # shades of a heat map; the page defines their colours, .h0 ... .h15, for light and for dark
@@ -100,8 +101,8 @@ def line_chart(
             axes.annotate(text, (x, y), (0, 7), textcoords="offset points", ha="center", color=STAND_IN["ink"])
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_major_formatter(FuncFormatter(_percent if percent else _number))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.yaxis.set_major_formatter(_Labels(".{}g", 3, percent=percent))
+        axes.xaxis.set_major_formatter(_Labels(",.{}f", 0))
         axes.set_xlabel(x_label, loc="right")
         return _themed(figure, label)
 
@@ -116,7 +117,7 @@ def heat_map(values: np.ndarray, *, low: float, high: float, label: str) -> str:
             shade = min(int(level[layer, head] * HEAT), HEAT - 1)
             cells.append(
                 f'<rect x="{head * 10}" y="{layer * 10}" width="9.4" height="9.4" rx="1" class="h{shade}">'
-                f"<title>layer {layer}, head {head}: {_percent(float(values[layer, head]), None)}</title></rect>"
+                f"<title>layer {layer}, head {head}: {_percent(float(values[layer, head]))}</title></rect>"
             )
     box = f"0 0 {heads * 10 - 0.6:g} {layers * 10 - 0.6:g}"
     return f'<svg class="heat" viewBox="{box}" role="img" aria-label="{escape(label)}">{"".join(cells)}</svg>'
@@ -162,11 +163,25 @@ def _mark_stages(axes, switch: float) -> None:
         axes.annotate("← dense", (switch, 1), (-4, 3), ha="right", **place)
 
 
-def _number(value: float, _place: object) -> str:
-    return f"{value:.3g}"
+class _Labels(Formatter):
+    """Labels of an axis, with as many digits more than `digits` as it takes to say where the ticks are."""
+
+    def __init__(self, form: str, digits: int, *, percent: bool = False) -> None:
+        self.form, self.digits, self.percent = form, digits, percent
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        shown = [100 * value if self.percent else value for value in values]
+        allowed = 0.01 * min((abs(b - a) for a, b in pairwise(shown)), default=np.inf)
+        texts: list[str] = []
+        for digits in range(self.digits, self.digits + 9):
+            texts = [format(value, self.form.format(digits)) for value in shown]
+            said = [float(text.replace(",", "")) for text in texts]
+            if all(abs(a - b) <= allowed for a, b in zip(said, shown, strict=True)):
+                break
+        return [f"{text} %" for text in texts] if self.percent else texts
 
 
-def _percent(value: float, _place: object) -> str:
+def _percent(value: float) -> str:
     return f"{100 * value:.3g} %"
 
 
