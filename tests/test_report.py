@@ -14,9 +14,12 @@ import pytest
 from browser import CHROMIUM, Browser
 from PIL import Image
 
+from foveate.generation.film import about
 from foveate.report import ClipPanel, ReportData, Speed, charts, render, write_report
 from foveate.report.charts import Line, heat_map, line_chart, smooth
 from foveate.report.film import film
+from foveate.run_report import report
+from foveate.video import write_mp4
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 
@@ -335,3 +338,18 @@ def test_labels_of_an_axis_say_where_the_ticks_are(values: list[float]) -> None:
             assert len(set(ticks)) == len(ticks) > 2
             steps = np.diff(ticks)
             assert np.allclose(steps, steps.mean(), rtol=0.05), "evenly spaced, as they are drawn"
+
+
+@needs_browser
+def test_the_page_of_generated_clips_says_what_they_share_and_what_differs(browser: Browser, tmp_path: Path) -> None:
+    for number, prompt in enumerate(("a cat", "a dog")):
+        settings = {"model": "wan", "steps": 8, "prompt": prompt, "seed": number, "held": 0.25}
+        write_mp4(tmp_path / f"{number}.mp4", moving(), 12, about(settings))
+    browser.console.clear()
+    browser.open(report(tmp_path, 0, "cpu"))
+    shown = browser.run("document.querySelector('main').innerText")
+    assert all(text in shown for text in ("2 clips", "with wan", "25% of the model's calls"))
+    table = "[...document.querySelectorAll('table.grid tr')].map(r => [...r.cells].map(c => c.innerText))"
+    assert browser.run(table) == [["", "prompt", "seed"], ["0", "a cat", "0"], ["1", "a dog", "1"]]
+    assert not browser.run("document.querySelector('[name=show]').checkVisibility()"), "there is no reference"
+    assert browser.console == []
