@@ -107,6 +107,9 @@ class _Job:
         self.extra = 0 if pooled is None else -(-self.count // kv_tile)
         none = torch.full((self.heads,), -torch.inf, device=q.device)
         self.pooled = none if pooled is None else pooled.float()
+        # Logits are raised by this for a mean, by head: (H, E * T), -inf for what fills up the tiles of means.
+        far = self.sizes.float().log() + self.pooled[:, None]
+        self.far = pad(far, (0, self.extra * kv_tile - self.count), value=-torch.inf) if self.extra else far
         self.q = self.rows_of(q.float().transpose(1, 2))
         self.k, self.v = (self._table(x.float().transpose(1, 2)) for x in (k, v))
         mask = unpack(words, self.count)
@@ -192,14 +195,16 @@ class _Job:
         """(g, c): -inf for tiles past a row's count, for tokens that the short last tile lacks, and for means of kept
         tiles; log(tokens) and the head's constant for the other means. None where every key takes part as it is."""
         short = int(self.sizes[-1])
-        if even and short == self.kv_tile and not pool:
+        whole = even and short == self.kv_tile
+        if whole and not pool:
             return None
-        gone = (torch.arange(local.shape[1], device=rows.device) >= self.counts[rows, None]).unsqueeze(-1)
-        last = (local == self.count - 1).unsqueeze(-1)
-        gone = gone | (last & (torch.arange(self.kv_tile, device=rows.device) >= short))
-        near = torch.zeros(gone.shape, device=rows.device).masked_fill_(gone, -torch.inf).flatten(1)
+        near = torch.zeros(*local.shape, self.kv_tile, device=rows.device)
+        if not whole:
+            gone = (torch.arange(local.shape[1], device=rows.device) >= self.counts[rows, None]).unsqueeze(-1)
+            last = (local == self.count - 1).unsqueeze(-1)
+            near.masked_fill_(gone | (last & (torch.arange(self.kv_tile, device=rows.device) >= short)), -torch.inf)
         if not pool:
-            return near
-        far = self.sizes.float().log() + self.pooled[self.head_of(rows), None]
-        far = far.masked_fill_(self.mask[rows], -torch.inf)
-        return torch.cat([near, pad(far, (0, self.extra * self.kv_tile - self.count), value=-torch.inf)], 1)
+            return near.flatten(1)
+        far = self.far[self.head_of(rows)]
+        far[:, : self.count].masked_fill_(self.mask[rows], -torch.inf)
+        return torch.cat([near.flatten(1), far], 1)
