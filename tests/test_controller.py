@@ -165,7 +165,8 @@ def test_goes_sparse_and_comes_back(whole: Run) -> None:
 def test_the_gap_stays_within_the_tolerance_on_fresh_batches(whole: Run) -> None:
     gaps = [row["gap"] for row in whole.rows if "gap" in row]
     assert len(gaps) > 10
-    assert max(abs(gap) for gap in gaps) <= 1.5 * TOLERANCE
+    assert abs(sum(gaps)) / len(gaps) <= TOLERANCE
+    assert max(abs(gap) for gap in gaps) <= 1.5 * TOLERANCE  # where an alarm makes it dense
 
 
 def test_resumed_in_the_middle_of_a_measurement_it_is_the_same_bit_by_bit(whole: Run) -> None:

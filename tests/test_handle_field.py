@@ -3,19 +3,24 @@
 import copy
 import pickle
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from test_handle import FAST, SIZE, clip, make_model, sparse_handle, train
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import foveate as fv
+from foveate.attention import Dense, Layer
 from foveate.costs import Costs, Machine
-from foveate.models.dit import DiTConfig, VideoDiT
+from foveate.models import dit
 from foveate.sparsity import cadence, controller, probe
+from foveate.sparsity import profile as profiles
 from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.handle import Handle, sparsify
 from foveate.sparsity.predictor import Lesson, Predictor
@@ -23,7 +28,7 @@ from foveate.sparsity.profile import profile
 from foveate.tiles import VideoGrid
 
 HALF = torch.tensor([0.5])
-IMAGE = (1, 3, 1, 16, 16)  # 64 tokens beside 512
+IMAGE, VIDEO = (1, 3, 1, 16, 16), (1, 3, 8, 32, 32)  # 64 and 2,048 tokens
 
 
 @pytest.fixture(autouse=True)
@@ -39,53 +44,84 @@ def outputs(*models: torch.nn.Module) -> list[Tensor]:
 # Lengths
 
 
-def mixed(handle: Handle, model: VideoDiT, steps: int, every: int) -> None:
-    for step in range(steps):
-        size = IMAGE if every and step % every == 0 else SIZE
+def sparse_video_steps(every: int) -> tuple[int, Handle]:
+    """Of 12 steps on videos of 2,048 tokens how many were sparse; every so many steps one on an image comes between."""
+    prices = Costs("test", machine=Machine(1e9, 0.05, 1.0, 0.05, 0.1, 0.02, 0.05))
+    model, videos, sparse, step = make_model(), 0, 0, 0
+    dials = {**FAST, "force": False, "rare": 2, "tile_shape": (4, 4, 4)}
+    handle = sparsify(model, SparsityConfig(tolerance=0.2, **dials), costs=prices)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    while videos < 12:
+        image, before = bool(every) and step % every == 0, handle.policy.computed["sparse"]
+        x = clip(step, IMAGE if image else VIDEO)
         model.zero_grad()
-        (model(clip(step, size), HALF) + clip(step, size)).square().mean().backward()
-        torch.optim.SGD(model.parameters(), lr=1e-3).step()
+        loss = (model(x, HALF) + x).square().mean()
+        videos, sparse = videos + (not image), sparse + (handle.policy.computed["sparse"] == before + 2)
+        loss.backward()
+        optimizer.step()
         handle.step()
+        step += 1
+    return sparse, handle
 
 
 def test_short_batches_leave_the_decisions_about_long_ones_alone() -> None:
-    """One image in five: the videos are as sparse as without, the images dense, where sparse does not pay for them."""
-    prices, computed = Costs("test", machine=Machine(1e9, 0.05, 1.0, 0.05, 0.1, 0.02, 0.05)), []
-    for every in (0, 5):
-        model = make_model()
-        config = SparsityConfig(tolerance=0.2, **{**FAST, "force": False})
-        handle = sparsify(model, config, costs=prices)
-        mixed(handle, model, 40, every)
-        assert handle.tracks[9].decision.active
-        assert handle.decision == handle.tracks[9].decision
-        before = handle.policy.computed["sparse"]
-        with torch.no_grad():
-            model(clip(0), HALF)
-        computed.append(handle.policy.computed["sparse"] - before)
-        if every:
-            assert handle.tracks[6].profile.steps[0] > 0
-            assert not handle.tracks[6].decision.active
-            assert "tokens" in str(handle)
-    assert computed == [2, 2]
+    """One image in five: the videos are sparse as long as without, the images dense, where sparse does not pay."""
+    pure, _ = sparse_video_steps(0)
+    mixed, handle = sparse_video_steps(5)
+    assert mixed >= pure >= 4
+    assert handle.tracks[11].decision.active
+    assert handle.decision == handle.tracks[11].decision
+    assert handle.tracks[6].profile.steps[0] > 0
+    assert not handle.tracks[6].decision.active
+    assert "tokens" in str(handle)
 
 
-def test_budgets_go_down_to_one_tile() -> None:
-    """Heads whose mass sits in one tile of 64: 2.6 % and less at an error level far below the first one tried."""
-    grid = VideoGrid(16, 16, 16)
-    places = torch.nn.functional.normalize(torch.randn(grid.tiles(), 32, generator=torch.Generator().manual_seed(0)))
-    q = 40 * places.repeat_interleave(64, 0)[None, :, None].expand(1, -1, 2, -1)
-    v = torch.randn(1, grid.tokens, 2, 32, generator=torch.Generator().manual_seed(1))
-    found = profile(q, q / 4, v, grid, predictor=None, generator=torch.Generator().manual_seed(2))
-    handle = sparsify(make_model(), SparsityConfig(tolerance=0.005))
-    running = handle.profile.updated(0, found, 1).updated(1, found, 1)
-    config, price = handle.config, lambda budgets, pooled: (sum(budgets) / len(budgets), 1.0)
-    state = controller.begin(config)
-    for step in range(4):
-        state = controller.advance(state, config, running, None if step == 0 else 1e-4, step, price, None, 1 / 64)
-    plan = state.decision.plan
-    assert state.decision.active
-    assert plan is not None
-    assert 1 / 64 <= plan.kept <= 0.026
+class VideoDiT(torch.nn.Module):
+    """Named as the adapter table knows it: one layer of one head, whose queries and keys are given."""
+
+    def __init__(self, grid: VideoGrid) -> None:
+        super().__init__()
+        self.grid, self.config, self.policy = grid, SimpleNamespace(width=32), Dense()
+        block = torch.nn.Linear(32, 32)
+        block.heads = 1
+        torch.nn.init.eye_(block.weight)
+        self.blocks = torch.nn.ModuleList([block])
+
+    def forward(self, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
+        return self.policy(Layer(0, "blocks.0", self.grid), q, k, self.blocks[0](x).unsqueeze(2)).squeeze(2)
+
+
+def test_heads_that_look_at_one_tile_keep_little_and_hold_the_tolerance() -> None:
+    """Every tile's queries ask for another tile of 80: 2.6 % and less within a tolerance of 0.5 %, nothing pooled."""
+    grid, draw = VideoGrid(4, 32, 40), torch.Generator().manual_seed(0)
+    places = torch.nn.functional.normalize(torch.randn(1, grid.tiles(), 1, 32, generator=draw), dim=-1)
+    q, k = (x.repeat_interleave(64, 1) for x in (12 * 32**0.5 * places.roll(7, 1), places))
+    model = VideoDiT(grid)
+    dials = {**FAST, "often": 1, "learn_from": 1, "tile_shape": (4, 4, 4), "periphery": "drop"}
+    handle = sparsify(model, SparsityConfig(tolerance=0.005, **dials))
+
+    def loss() -> Tensor:
+        x, noise = torch.randn(2, 1, grid.tiles(), 32, generator=draw).repeat_interleave(64, 2)
+        return (model(q, k, x) - x.roll(7 * 64, 1) - noise).square().mean()
+
+    for _ in range(7):
+        loss().backward()
+        torch.optim.SGD(model.parameters(), lr=1e-3).step()
+        handle.step()
+    assert handle.decision.active
+    assert handle.decision.plan is not None
+    assert 1 / 80 <= handle.decision.plan.kept <= 0.026
+    with torch.no_grad():
+        selection = handle.policy.selection(Layer(0, "blocks.0", grid), q, k)
+        assert float(selection.to_dense().float().mean()) <= 0.026
+        state, losses = draw.get_state(), []
+        for mode in ("dense", "sparse"):
+            draw.set_state(state)
+            with handle.policy.using(mode):
+                losses.append(float(loss()))
+    assert abs(losses[1] / losses[0] - 1) <= 0.005
+    assert handle.control.gap is not None
+    assert 0 <= handle.control.gap <= 0.005
 
 
 # What is said once
@@ -230,7 +266,7 @@ def test_the_artifact_makes_inference_sparse_and_knows_its_model(tmp_path: Path)
             other(clip(0, (1, 3, 8, 16, 32)), HALF)
         assert loaded.policy.computed["sparse"] == 4
     assert torch.equal(*outputs(make_model(), other))
-    wrong = VideoDiT(DiTConfig(width=64, depth=3, heads=2, patch=(1, 2, 2)))
+    wrong = dit.VideoDiT(dit.DiTConfig(width=64, depth=3, heads=2, patch=(1, 2, 2)))
     with pytest.raises(ValueError, match="layers 2, not 3"):
         fv.load_sparse(wrong, tmp_path / "sparse")
     with pytest.raises(ValueError, match="holds no sparse attention"):
@@ -346,50 +382,50 @@ def test_steps_that_a_gradient_scaler_skips_do_no_harm(caplog: pytest.LogCapture
     assert not [record.message for record in caplog.records if "weights changed" in record.message]
 
 
-def test_a_profile_needs_little_memory_beside_its_inputs() -> None:
-    """Counted: what lives at once, at 32,768 tokens, is far below one head's queries times keys."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+def test_a_profile_of_half_a_million_tokens_needs_less_than_a_gibibyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by shapes alone, on the meta device: what lives at once beside the inputs, of 12 heads x 128."""
+    grid = VideoGrid(32, 128, 128)
+    monkeypatch.setattr(torch, "randperm", lambda count, **_: torch.empty(count, dtype=torch.int64, device="meta"))
+    nothing_forced = torch.zeros(1, grid.tiles(), dtype=torch.bool, device="meta")
+    monkeypatch.setattr(profiles, "_forced", lambda grid, drawn, device: nothing_forced.expand(len(drawn), -1))
+    q, k, v = (torch.empty(1, grid.tokens, 12, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    predictor = Predictor(*torch.empty(2, 12, 128, 16, device="meta"))
+    with Live(q, k, v) as live:
+        profile(q, k, v, grid, predictor=predictor, generator=torch.Generator())
+    assert 1 << 27 < live.peak <= 1 << 30
 
-    class Live(TorchDispatchMode):
-        now = peak = 0
 
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            for x in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(x, Tensor) and x._base is None and x.untyped_storage()._cdata not in self.known:
-                    self.hold(x.untyped_storage())
-            return out
+class Live(TorchDispatchMode):
+    """Bytes of the storages that operators make, as long as they live: `now`, and `peak`."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.known: set[int] = set()
+    def __init__(self, *before: Tensor) -> None:
+        super().__init__()
+        self.known = {x.untyped_storage()._cdata for x in before}
+        self.now = self.peak = 0
 
-        def hold(self, storage) -> None:
-            import weakref
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.known:
+                self._hold(x.untyped_storage())
+        return out
 
-            key, size = storage._cdata, storage.nbytes()
-            self.known.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.drop, key, size)
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self.known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, size)
 
-        def drop(self, key: int, size: int) -> None:
-            self.known.discard(key)
-            self.now -= size
-
-    grid = VideoGrid(32, 32, 32)
-    q, k, v = (torch.randn(1, 1, 2, 64).expand(1, grid.tokens, 2, 64) for _ in range(3))
-    matrices = torch.randn(2, 2, 64, 16)
-    with Live() as live:
-        profile(q, k, v, grid, predictor=Predictor(*matrices), rows=1, generator=torch.Generator().manual_seed(0))
-    whole = 2 * grid.tokens * 64 * 64 * 4  # float32 outputs by key tile and token of one query tile
-    assert live.peak < whole / 4
+    def _drop(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
 
 
 def test_shapes_alone_run_and_teach_nothing() -> None:
     """On the meta device, as for counting or planning."""
     with torch.device("meta"):
-        model = VideoDiT(DiTConfig(width=32, depth=2, heads=2, patch=(1, 1, 1)))
+        model = dit.VideoDiT(dit.DiTConfig(width=32, depth=2, heads=2, patch=(1, 1, 1)))
     handle = sparsify(model, SparsityConfig(budget=0.2))
     found = model(torch.empty(1, 3, 8, 16, 16, device="meta"), torch.empty(1, device="meta"))
     assert found.shape == (1, 3, 8, 16, 16)
