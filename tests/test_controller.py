@@ -235,8 +235,6 @@ def test_a_constant_that_is_nearly_as_good_stays_and_plans_survive_json() -> Non
                       controller.at_budget(profile_of(0.6), 0.1, "auto", plan)):  # fmt: skip
             assert (found[1] == (old if stays else -1.0)).all()
         assert controller.Plan.from_dict(json.loads(json.dumps(plan.to_dict(), allow_nan=False))) == plan
-    before_constants = {"budgets": [[0.1, 0.2]], "pooled": [[True, False]], "sparse": [True]}
-    assert controller.Plan.from_dict(before_constants).constants == ((POOL, DROP),)
 
 
 def run_controller(config: SparsityConfig, gaps: list[float | None], error: float = 0.3) -> list[controller.Control]:

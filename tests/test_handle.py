@@ -115,7 +115,7 @@ def test_dense_layers_run_dense_and_must_exist() -> None:
     before = dict(handle.policy.computed)
     train(model, range(1), lambda _: None)
     ran = {mode: count - before[mode] for mode, count in handle.policy.computed.items()}
-    assert ran == {"dense": 1, "sparse": 1, "random": 0}
+    assert ran == {"dense": 1, "sparse": 1}
     handle.remove()
     with pytest.raises(ValueError, match="count from 0"):
         sparsify(model, SparsityConfig(budget=0.1, dense_layers=(2,)))
@@ -460,7 +460,7 @@ def test_inference_with_the_saved_predictor(tmp_path: Path) -> None:
     loaded.load_state_dict({"predictors": load_file(tmp_path / "predictor.safetensors"), "control": saved})
     with torch.no_grad():
         expected, found = (m.eval()(clip(1), torch.tensor([0.5])) for m in (model, other))
-    assert loaded.policy.computed == {"dense": 0, "sparse": 2, "random": 0}
+    assert loaded.policy.computed == {"dense": 0, "sparse": 2}
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     third = sparsify(make_model(), SparsityConfig(budget=0.5, force=True))
     third.load_state_dict(state)
@@ -478,7 +478,7 @@ def test_training_free_generation_teaches_in_its_first_steps() -> None:
         handle.restart()
         clips.append(generate(model, clip(0), steps=6))  # 11 model calls, two a step but for the last
     assert torch.equal(torch.get_rng_state(), state)
-    assert handle.policy.computed == {"dense": 2 * 8 * 2, "sparse": 2 * 3 * 2, "random": 0}
+    assert handle.policy.computed == {"dense": 2 * 8 * 2, "sparse": 2 * 3 * 2}
     assert handle.policy.learners[0].tuned > 8
     assert torch.equal(clips[0], clips[1])  # nothing of the first is used in the second
     learned = handle.policy.learners[0].predictor
@@ -496,7 +496,7 @@ def test_training_free_steps_count_from_where_a_model_begins() -> None:
         handle.installed.set_context(step=step)
         with torch.no_grad():
             model(clip(step), torch.tensor([0.5]))
-    assert handle.policy.computed == {"dense": 2 * 4, "sparse": 2 * 3, "random": 0}
+    assert handle.policy.computed == {"dense": 2 * 4, "sparse": 2 * 3}
 
 
 def test_training_free_steps_are_those_of_the_pipeline_where_it_tells_them() -> None:
@@ -507,7 +507,7 @@ def test_training_free_steps_are_those_of_the_pipeline_where_it_tells_them() -> 
             handle.installed.set_context(step=step, branch=branch)
             with torch.no_grad():
                 model(clip(step), torch.tensor([0.5]))
-    assert handle.policy.computed == {"dense": 2 * 2 * 3, "sparse": 2 * 2 * 2, "random": 0}
+    assert handle.policy.computed == {"dense": 2 * 2 * 3, "sparse": 2 * 2 * 2}
 
 
 RANKS = """

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from foveate.attention import attend
 from foveate.kernels.select import octant_means, project, tile_mass
-from foveate.sparsity.predictor import Learner, Moments, Predictor, sample_rows, take_runs, true_mass
-from foveate.sparsity.predictor import _predicted_mass as predicted_mass
+from foveate.sparsity.predictor import Learner, Moments, Predictor, cross_entropy, sample_rows, take_runs, true_mass
 from foveate.sparsity.select import select
 from foveate.tiles import VideoGrid
 
@@ -133,7 +132,9 @@ def test_masses_agree_with_plain_ones(grid, groups):
     runs, valid = take_runs(q_oct[0], rows, 8)
     expected = tile_mass(q_oct, k_oct, tokens=grid.tokens, scale=0.3, query_tile=64)[0]
     expected = expected.gather(1, rows[..., None].expand(-1, -1, grid.tiles()))
-    torch.testing.assert_close(predicted_mass(runs, k_oct[0], valid, grid.tokens, 0.3), expected)
+    whole, target = torch.eye(32).expand(2, 3, 32, 32), torch.rand(expected.shape)
+    found, _ = cross_entropy(whole, runs, k_oct[0], valid, target, grid.tokens, 0.3)
+    torch.testing.assert_close(found, -(target * expected.clamp_min(1e-9).log()).sum(-1).mean())
 
 
 def test_sampled_rows_differ_and_avoid_text():

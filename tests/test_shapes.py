@@ -12,7 +12,7 @@ from foveate.models.dit import DiTConfig, VideoDiT
 from foveate.sparsity.artifact import load_sparse
 from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.handle import Handle, sparsify
-from foveate.sparsity.shapes import LOOKS, SHAPES, Look, Search, best, name, shape_errors, tile_shapes
+from foveate.sparsity.shapes import LOOKS, SHAPES, Look, Search, _decide, name, shape_errors
 from foveate.tiles import CUBE, VideoGrid
 
 
@@ -21,12 +21,8 @@ def errors(q, k, v, grid, shapes, rows=6, constants=(0.0,)):
     return shape_errors(q, k, v, grid, budget=0.1, shapes=shapes, constants=constants, rows=rows, generator=draw)
 
 
-def test_candidates_have_64_tokens_and_fit_the_grid() -> None:
-    shapes = tile_shapes(VideoGrid(9, 16, 16))
-    assert (8, 2, 4) in shapes
-    assert (4, 4, 4) in shapes
-    assert all(f * h * w == 64 and f <= 9 and max(h, w) <= 16 for f, h, w in shapes)
-    assert tile_shapes(VideoGrid(1, 8, 8)) == [(1, 8, 8), (4, 4, 4)]
+def best(found: torch.Tensor, shapes: list) -> tuple[int, int, int]:
+    return shapes[int(found.mean(1).argmin())]
 
 
 def test_still_footage_wants_tiles_that_are_long_in_time() -> None:
@@ -45,9 +41,9 @@ def test_still_footage_wants_tiles_that_are_long_in_time() -> None:
 
 
 def test_the_cube_stays_where_nothing_is_better() -> None:
-    shapes = [(4, 4, 4), (16, 1, 4)]
-    assert best(torch.tensor([[0.3, 0.3], [0.3, 0.299]]), shapes) == (4, 4, 4)
-    assert best(torch.tensor([[0.3, 0.3], [0.2, 0.3]]), shapes) == (16, 1, 4)
+    for other, wanted in ((0.299, CUBE), (0.28, (16, 1, 4))):
+        sums = torch.tensor([0.3, other, 1.0])[:, None, None].expand(2, 3, 1, 2)
+        assert _decide(sums, torch.ones(1, 2), [CUBE, (16, 1, 4)], CUBE)[0] == wanted
 
 
 def test_a_shape_chosen_at_one_noise_level_serves_the_next(shared) -> None:

@@ -207,8 +207,6 @@ class Parallel:
         assert isinstance(inner, Sparse)
 
         def choose() -> Tensor:
-            if call.mode == "random":
-                return self._part(inner.random(layer, q.shape[0], q.device), mine, shards, group)
             predictor = inner.predictor(layer.index)
             a, b = (None, None) if predictor is None else (predictor.a[mine], predictor.b[mine])
             budget = inner.budget(layer)[mine]

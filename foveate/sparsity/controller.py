@@ -24,7 +24,7 @@ from torch import Tensor
 from foveate.attention import PERIPHERIES
 from foveate.sparsity.cadence import OFTEN, RARE
 from foveate.sparsity.config import SparsityConfig
-from foveate.sparsity.profile import DROP, POOL, HeadProfile, SparsityProfile, plain, unplain
+from foveate.sparsity.profile import DROP, HeadProfile, SparsityProfile, plain, unplain
 
 Price = Callable[[Sequence[float], Sequence[bool]], tuple[float, float]]
 """(budgets of a layer's heads, which are pooled) -> milliseconds of the layer (sparse, dense)."""
@@ -62,10 +62,9 @@ class Plan:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "Plan":
-        """Undoes `to_dict`; plans of before there were constants said which heads are pooled."""
-        constants = saved.get("constants") or [[POOL if on else None for on in row] for row in saved["pooled"]]
+        """Undoes `to_dict`."""
         budgets = tuple(tuple(row) for row in saved["budgets"])
-        return cls(budgets, tuple(unplain(row) for row in constants), tuple(saved["sparse"]))
+        return cls(budgets, tuple(unplain(row) for row in saved["constants"]), tuple(saved["sparse"]))
 
     @property
     def kept(self) -> float:

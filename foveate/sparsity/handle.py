@@ -41,7 +41,7 @@ from foveate.sparsity.pricing import Pricing
 from foveate.sparsity.probe import Probe, say_once
 from foveate.sparsity.profile import SparsityProfile
 from foveate.sparsity.ranks import Reduce
-from foveate.sparsity.shapes import LATER, Search
+from foveate.sparsity.shapes import Search
 from foveate.sparsity.summary import table
 from foveate.sparsity.track import Measured, Track
 from foveate.tiles import CUBE
@@ -146,7 +146,7 @@ class Handle:
         if not self.installed.live or self.installed.policy is not self.policy:
             return False
         busy = self.policy.learning or self.policy.weighs or self.policy.look or self.config.training_free_steps
-        return not (busy or self._probe.sampling or self._probe.checking or self.policy.mode == "random")
+        return not (busy or self._probe.sampling or self._probe.checking)
 
     def captured(self, loss_of: Callable[..., Tensor]) -> Captured:
         """`loss_of(*tensors).backward()` as one call, which replays a CUDA graph wherever it may: see `Captured`."""
@@ -523,7 +523,7 @@ class Handle:
         saved = json.loads(control) if isinstance(control, str) else control
         if saved["rank"] != self.config.rank:
             raise ValueError(f"the predictors were saved with rank {saved['rank']}; set SparsityConfig(rank=...) to it")
-        search = Search.from_dict(saved["search"]) if "search" in saved else Search(next=LATER * saved["steps"])
+        search = Search.from_dict(saved["search"])
         if self.config.tile_shape not in ("auto", search.shape):
             raise ValueError(
                 f"the predictors were saved for tiles of {search.shape}; set SparsityConfig(tile_shape=...) to it"

@@ -21,11 +21,11 @@ from foveate.sparsity import compiled
 from foveate.sparsity.influence import Influence
 from foveate.sparsity.predictor import Learner, Lesson, Predictor, Sight
 from foveate.sparsity.profile import CONSTANTS, DROP, HeadProfile, measure
-from foveate.sparsity.select import per_head, select, select_random
+from foveate.sparsity.select import per_head, select
 from foveate.sparsity.shapes import Look
 from foveate.tiles import Selection
 
-MODES = ("dense", "sparse", "random")
+MODES = ("dense", "sparse")
 LESSONS = 8  # fine-tuning steps of a predictor at each dense call of a training-free run
 
 
@@ -67,10 +67,9 @@ class Sparse:
     """Policy of one model: a predictor a layer, and for every layer whether it is sparse, budgets and peripheries.
 
     budget, periphery: of every layer at first, one value or one per head; `assign` changes a layer. They live on the
-    device as tensors. mode: `dense` (stage 1), `sparse` (stage 2, in the layers of `sparse_layers`), or `random`, which
-    keeps as many tiles but any: the control that shows that the choice matters. learning: whether training forwards
-    teach the predictors. `computed` counts the layers computed in each mode, so that a caller can tell that what was
-    asked for really ran. learner: further arguments of every layer's `Learner`.
+    device as tensors. mode: `dense` (stage 1), or `sparse` (stage 2, in the layers of `sparse_layers`).
+    learning: whether training forwards teach the predictors. `computed` counts the layers computed in each mode, so
+    that a caller can tell that what was asked for really ran. learner: further arguments of every layer's `Learner`.
 
     by_class: settings of length classes that have their own. active: the classes that are sparse in mode `sparse`,
     all where None; open: and those that have no setting of their own. nearest: these follow the one nearest in length.
@@ -289,19 +288,8 @@ class Sparse:
 
     def selection(self, layer: Layer, q: Tensor, k: Tensor) -> Selection:
         """The tiles this layer keeps now."""
-        budget = self.budget(layer)
-        with torch.no_grad():
-            if self.mode == "random":
-                return self.random(layer, q.shape[0], q.device)
-            predictor = self.predictor(layer.index)
-            tiles = {"query_tile": self.query_tile, "kv_tile": self.kv_tile}
-            return select(q, k, layer.grid, predictor=predictor, budget=budget, **tiles)
-
-    def random(self, layer: Layer, batch: int, device: torch.device) -> Selection:
-        """As many tiles as this layer keeps, but any."""
-        budget, generator = self.budget(layer), self._generator(layer, device)
-        options = {"budget": budget, "generator": generator, "device": device, "query_tile": self.query_tile}
-        return select_random(layer.grid, batch, self.heads, **options, kv_tile=self.kv_tile)
+        tiles = {"query_tile": self.query_tile, "kv_tile": self.kv_tile}
+        return select(q, k, layer.grid, predictor=self.predictor(layer.index), budget=self.budget(layer), **tiles)
 
     def predictor(self, index: int) -> Predictor | None:
         """What chooses a layer's tiles now."""

@@ -126,13 +126,6 @@ class Predictor:
     def to(self, device: torch.device | str) -> "Predictor":
         return Predictor(self.a.to(device), self.b.to(device))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"a": self.a.clone(), "b": self.b.clone()}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Tensor]) -> "Predictor":
-        return cls(state["a"], state["b"])
-
 
 class Sight:
     """What lessons and profiles look at: q (B, S, H, D), k and v (B, S, G, D) of whole sequences, any float dtype.
@@ -367,15 +360,6 @@ def cross_entropy(
     mean = (slope * by_tile).sum(-1, keepdim=True)
     logits = slope.sub_(mean).repeat_interleave(TILE // OCTANT, -1)[..., : shares.shape[-1]].mul_(shares).mul_(scale)
     return loss, torch.stack([queries.mT @ (logits @ k), k_oct.mT @ (logits.mT @ q)])
-
-
-def _predicted_mass(q_oct: Tensor, k_oct: Tensor, valid: Tensor, tokens: int, scale: float) -> Tensor:
-    """kernels.select.tile_mass for sampled query tiles, all heads at once -> (H, n, N).
-
-    q_oct: projected (H, n, 8, r), of which `valid` (H, n, 8) exist; k_oct: projected (H, O, r).
-    """
-    shares = _by_tile(_shares(q_oct.flatten(1, 2), k_oct, tokens, scale))
-    return mean_valid(shares.unflatten(1, valid.shape[1:]), valid)
 
 
 def _shares(q: Tensor, k: Tensor, tokens: int, scale: float) -> Tensor:

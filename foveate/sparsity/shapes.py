@@ -44,12 +44,6 @@ LATER = 8  # times as many steps until the next search
 MARGIN = 0.03  # by which another shape must be better, in both halves of the looks
 
 
-def tile_shapes(grid: VideoGrid) -> list[Shape]:
-    """Shapes of 64 tokens with edges in powers of two, none longer than the grid; the cube is always one."""
-    sizes = (grid.frames, grid.height, grid.width)
-    return [one for one in SHAPES if one == CUBE or all(edge <= size for edge, size in zip(one, sizes, strict=True))]
-
-
 def shape_errors(
     q: Tensor,
     k: Tensor,
@@ -82,15 +76,6 @@ def shape_errors(
             found[other.edges] = measured.error_predicted[:, :, 0].amin(1)
         errors.append(found[other.edges])
     return torch.stack(errors)
-
-
-def best(errors: Tensor, shapes: Sequence[Shape], margin: float = MARGIN, stay: Shape = CUBE) -> Shape:
-    """The shape of least mean error, errors (C, ...); `stay` where nothing is better by `margin`."""
-    mean = errors.flatten(1).mean(1)
-    winner = shapes[int(mean.argmin())]
-    if stay in shapes and float(mean.min()) > (1 - margin) * float(mean[list(shapes).index(stay)]):
-        return stay
-    return winner
 
 
 @dataclass(frozen=True)
