@@ -47,7 +47,7 @@ from foveate.parallel.plan import LayerLoad, Load, Topology, contiguous, lay_out
 from foveate.parallel.policy import Ranks
 from foveate.parallel.ring import attend_ring
 from foveate.parallel.sequence import Choice, Job, Kernel, attend_sequence, select_sequence
-from foveate.sparsity.predictor import true_mass
+from foveate.sparsity.sight import true_mass
 
 GRID = VideoGrid(16, 26, 20)  # of the file
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

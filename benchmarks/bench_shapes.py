@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 from foveate.attention import Layer, attend
 from foveate.models import adapters
-from foveate.sparsity.predictor import Sight
 from foveate.sparsity.profile import CONSTANTS, POOL, measure
 from foveate.sparsity.select import select
 from foveate.sparsity.shapes import LOOKS, Look, Search, Shape, name
+from foveate.sparsity.sight import Sight
 from foveate.tiles import CUBE, VideoGrid
 
 BUDGET = 0.1

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from train_step_model import Shape, dense_attention, grid_of, now, reset_peak
 
-from foveate.sparsity.predictor import Learner
+from foveate.sparsity.learner import Learner
 from foveate.sparsity.profile import profile
 
 

@@ -17,7 +17,7 @@ from foveate.parallel.headwise import Heads, exchange_qkv, return_out
 from foveate.parallel.lessons import ShardedSight
 from foveate.parallel.ring import attend_ring
 from foveate.parallel.sequence import Choice, Job, Kernel, attend_sequence, select_sequence
-from foveate.sparsity.predictor import Sight, true_mass
+from foveate.sparsity.sight import Sight, true_mass
 
 TOLERANCE = 1e-5
 MADE: dict[tuple[int, int], tuple[Group, Group]] = {}

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from foveate.attention import attend
 from foveate.kernels.select import octant_means, project, tile_mass
-from foveate.sparsity.predictor import Learner, Moments, Predictor, cross_entropy, sample_rows, take_runs, true_mass
+from foveate.sparsity.learner import Learner, cross_entropy
+from foveate.sparsity.predictor import Moments, Predictor
 from foveate.sparsity.select import select
+from foveate.sparsity.sight import sample_rows, take_runs, true_mass
 from foveate.tiles import VideoGrid
 
 SHARED = Path(os.environ.get("FOVEATE_SHARED", Path(__file__).parents[1] / ".." / "shared"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foveate.kernels.select import octant_means, project
 from foveate.parallel.comm import Group, Shards
-from foveate.sparsity.predictor import Sight, mean_valid, take_runs, tile_lse
+from foveate.sparsity.sight import Sight, mean_valid, take_runs, tile_lse
 from foveate.tiles import OCTANT, TILE
 
 

@@ -19,10 +19,12 @@ from torch import Tensor
 from foveate.attention import AttnState, Layer, Periphery, attend, no_autocast, periphery_constants
 from foveate.sparsity import compiled
 from foveate.sparsity.influence import Influence
-from foveate.sparsity.predictor import Learner, Lesson, Predictor, Sight
+from foveate.sparsity.learner import Learner
+from foveate.sparsity.predictor import Lesson, Predictor
 from foveate.sparsity.profile import CONSTANTS, DROP, HeadProfile, measure
 from foveate.sparsity.select import per_head, select
 from foveate.sparsity.shapes import Look
+from foveate.sparsity.sight import Sight
 from foveate.tiles import Selection
 
 MODES = ("dense", "sparse")

@@ -23,7 +23,8 @@ from torch.nn.functional import pad
 from foveate.attention import no_autocast
 from foveate.kernels.reference import tile_means, tile_sizes
 from foveate.kernels.select import forced_tiles, octant_means, octant_sizes, project
-from foveate.sparsity.predictor import Predictor, Sight
+from foveate.sparsity.predictor import Predictor
+from foveate.sparsity.sight import Sight
 from foveate.tiles import OCTANT, TILE, VideoGrid
 
 BUDGETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5)

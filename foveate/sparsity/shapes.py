@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.sparsity.predictor import Sight
 from foveate.sparsity.profile import CONSTANTS, measure
+from foveate.sparsity.sight import Sight
 from foveate.tiles import CUBE, TILE, VideoGrid
 
 log = logging.getLogger("foveate")
