@@ -12,7 +12,7 @@ from torch import Tensor
 from foveate import costs
 from foveate.attention import Layer
 from foveate.sparsity.policy import Sparse
-from foveate.sparsity.predictor import Sight
+from foveate.sparsity.sight import Sight
 from foveate.tiles import VideoGrid
 
 log = logging.getLogger("foveate")
