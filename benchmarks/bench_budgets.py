@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from foveate.data import Clips, package_clips
 from foveate.models import adapters
-from foveate.sparsity import controller
+from foveate.sparsity.budgets import at_budget, by_error
 from foveate.sparsity.influence import Influence
 from foveate.sparsity.pairs import Pair, gap
 from foveate.sparsity.policy import Sparse
@@ -130,11 +130,9 @@ def compare(frozen: Frozen, samples: Iterator[Sample], name: str, seed: int) -> 
     if (exact := abs(frozen.gap(scored[:1], whole, torch.zeros_like(whole))[0])) > 1e-5:
         raise RuntimeError(f"with all tiles kept the gap is {exact:.1e}")
     rules: dict[str, Callable[[float], tuple[Tensor, Tensor]]] = {
-        "uniform": lambda kept: controller.at_budget(profile, kept, "auto"),
-        "one error": lambda kept: of_mean(lambda level: controller.by_error(profile, level, "auto"), kept),
-        "weighed error": lambda kept: of_mean(
-            lambda level: controller.by_error(profile, level, "auto", influence), kept
-        ),
+        "uniform": lambda kept: at_budget(profile, kept, "auto"),
+        "one error": lambda kept: of_mean(lambda level: by_error(profile, level, "auto"), kept),
+        "weighed error": lambda kept: of_mean(lambda level: by_error(profile, level, "auto", influence), kept),
     }
     rows = []
     for kept in KEPT:

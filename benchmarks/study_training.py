@@ -51,7 +51,7 @@ import foveate as fv
 from foveate import costs
 from foveate.attention import Layer, attend, unavailable
 from foveate.models.dit import Block, DiTConfig, VideoDiT
-from foveate.sparsity.controller import smallest_budget
+from foveate.sparsity.budgets import smallest_budget
 from foveate.sparsity.profile import BUDGETS
 from foveate.tiles import CUBE
 

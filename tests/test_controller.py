@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from foveate.attention import Dense, Layer
 from foveate.costs import Costs, Machine
 from foveate.sparsity import controller
+from foveate.sparsity.budgets import at_budget, by_error, smallest_budget
 from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.handle import sparsify
+from foveate.sparsity.plan import Control, Plan
 from foveate.sparsity.profile import CONSTANTS, DROP, POOL, HeadProfile, SparsityProfile
 from foveate.tiles import VideoGrid
 
@@ -207,37 +209,37 @@ def linear(budgets, pooled) -> tuple[float, float]:
 
 def test_smallest_budget_interpolates_and_ends_at_everything() -> None:
     error = torch.tensor([[0.4, 0.2], [0.05, 0.01], [0.29, 0.35], [0.4, 0.2]])
-    found = controller.smallest_budget(error, (0.1, 0.5), 0.3)
+    found = smallest_budget(error, (0.1, 0.5), 0.3)
     assert found.tolist() == pytest.approx([0.3, 0.1, 0.1, 0.3])
     # Between the last measured point and everything, which has no error.
-    assert controller.smallest_budget(error[:1], (0.1, 0.5), 0.1).tolist() == pytest.approx([0.75])
+    assert smallest_budget(error[:1], (0.1, 0.5), 0.1).tolist() == pytest.approx([0.75])
 
 
 def test_one_error_level_gives_each_head_its_own_budget_and_the_best_constant() -> None:
-    budgets, constants = controller.by_error(profile_of(0.6), 0.12, "auto")
+    budgets, constants = by_error(profile_of(0.6), 0.12, "auto")
     assert (constants == -1).all()
     assert budgets[0].tolist() == sorted(budgets[0].tolist())
     assert budgets[0, 0] < budgets[0, 2]
     for periphery, constant in (("pool", POOL), ("drop", DROP), (-2.0, -2.0)):
-        others, given = controller.by_error(profile_of(0.6), 0.12, periphery)
+        others, given = by_error(profile_of(0.6), 0.12, periphery)
         assert (given == constant).all()
         assert (others >= budgets).all()
         assert (others > budgets).any()
-    at, chosen = controller.at_budget(profile_of(0.6), 0.1, "auto")
+    at, chosen = at_budget(profile_of(0.6), 0.1, "auto")
     assert (at == 0.1).all()
     assert (chosen == -1).all()
 
 
 def test_a_constant_that_is_nearly_as_good_stays_and_plans_survive_json() -> None:
     for old, stays in ((-0.5, True), (POOL, False), (DROP, False)):
-        plan = controller.Plan(((0.2,) * 3,) * 2, ((old,) * 3,) * 2, (True, False))
-        for found in (controller.by_error(profile_of(0.6), 0.06, "auto", None, plan),
-                      controller.at_budget(profile_of(0.6), 0.1, "auto", plan)):  # fmt: skip
+        plan = Plan(((0.2,) * 3,) * 2, ((old,) * 3,) * 2, (True, False))
+        for found in (by_error(profile_of(0.6), 0.06, "auto", None, plan),
+                      at_budget(profile_of(0.6), 0.1, "auto", plan)):  # fmt: skip
             assert (found[1] == (old if stays else -1.0)).all()
-        assert controller.Plan.from_dict(json.loads(json.dumps(plan.to_dict(), allow_nan=False))) == plan
+        assert Plan.from_dict(json.loads(json.dumps(plan.to_dict(), allow_nan=False))) == plan
 
 
-def run_controller(config: SparsityConfig, gaps: list[float | None], error: float = 0.3) -> list[controller.Control]:
+def run_controller(config: SparsityConfig, gaps: list[float | None], error: float = 0.3) -> list[Control]:
     states = [controller.begin(config)]
     for index, gap in enumerate(gaps):
         states.append(controller.advance(states[-1], config, profile_of(error), gap, 10 * index, linear))
@@ -296,9 +298,9 @@ def test_layers_that_are_to_stay_dense_do(goal: dict) -> None:
 
 def test_profiles_travel_as_one_tensor() -> None:
     layers = [layer for layer in profile_of(0.3).layers if layer is not None]
-    for before, after in zip(layers, controller.unstack(controller.heads(layers)), strict=True):
-        for name, values in vars(before).items():
-            assert torch.equal(values, getattr(after, name)), name
+    for before in layers:
+        for name, values in vars(HeadProfile.from_flat(before.flat())).items():
+            assert torch.equal(values, getattr(before, name)), name
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ import foveate as fv
 from foveate.attention import Dense, Layer
 from foveate.costs import Costs, Machine
 from foveate.models import dit
-from foveate.sparsity import cadence, controller, probe
+from foveate.sparsity import cadence, probe
 from foveate.sparsity import profile as profiles
 from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.handle import Handle, sparsify
+from foveate.sparsity.plan import Decision
 from foveate.sparsity.predictor import Lesson, Predictor
 from foveate.sparsity.profile import profile
 from foveate.tiles import VideoGrid
@@ -353,7 +354,7 @@ def test_checks_of_sparse_steps_are_not_priced_by_the_dense_ones_before() -> Non
     track = handle.main
     assert track.decision.active
     assert track.pace is not None
-    asked = handle.pricing.cadence(replace(track, control=replace(track.control, decision=controller.Decision())))
+    asked = handle.pricing.cadence(replace(track, control=replace(track.control, decision=Decision())))
     assert track.pace.often > 1.3 * asked.often
     assert track.control.due - track.decision.step == track.control.interval == track.pace.often
 

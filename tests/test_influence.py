@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foveate.attention import Dense, Layer
 from foveate.models.dit import DiTConfig, VideoDiT
-from foveate.sparsity import controller
+from foveate.sparsity.budgets import by_error, smallest_budget
 from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.handle import sparsify
 from foveate.sparsity.influence import WINDOW, Influence
@@ -91,12 +91,10 @@ def test_heads_of_influence_keep_more() -> None:
     points = (0.05, 0.1, 0.2, 0.3, 0.5)
     profile = SparsityProfile.empty(1, points, (POOL,))
     profile = profile.updated(0, HeadProfile.from_flat(error[:, None].expand(-1, 4, -1)), 0)
-    alike, _ = controller.by_error(profile, 0.3, "pool")
+    alike, _ = by_error(profile, 0.3, "pool")
     assert alike[0, 0] == alike[0, 1] == pytest.approx(0.2)
-    budgets, _ = controller.by_error(profile, 0.3, "pool", torch.tensor([[0.5, 2.0]]))  # 0.8 on average
+    budgets, _ = by_error(profile, 0.3, "pool", torch.tensor([[0.5, 2.0]]))  # 0.8 on average
     weight = (torch.tensor([0.5, 2.0]) / 1.25).sqrt()
     for budget, factor in zip(budgets[0], weight, strict=True):
-        assert float(budget) == pytest.approx(
-            float(controller.smallest_budget(error[0], profile.budgets, 0.3 / factor))
-        )
+        assert float(budget) == pytest.approx(float(smallest_budget(error[0], profile.budgets, 0.3 / factor)))
     assert budgets[0, 0] < 0.2 < budgets[0, 1]

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from foveate.attention import AttnState, Dense, Layer
 from foveate.models import adapters
-from foveate.sparsity.controller import Decision, Plan
+from foveate.sparsity.plan import Decision, Plan
 from foveate.sparsity.policy import Sparse
-from foveate.tiles import CUBE
 
 log = logging.getLogger("foveate")
 
@@ -86,10 +85,8 @@ def load_sparse(model: nn.Module, folder: Path | str, *, backend: str = "auto") 
     for learner in policy.learners:
         learner.start = min(learner.start, learner.seen)
     for length, plan in about["plans"].items():
-        plan = Plan.from_dict(plan)
-        for index, row in enumerate(zip(plan.budgets, plan.constants, plan.sparse, strict=True)):
-            policy.assign(index, *row, length=int(length))
-    frames, height, width = about.get("tile_shape", CUBE)
+        policy.follow(Plan.from_dict(plan), int(length))
+    frames, height, width = about["tile_shape"]
     installed.tile_shape = frames, height, width
     policy.mode, policy.nearest = "sparse" if about["plans"] else "dense", True
     policy.freeze()

@@ -29,13 +29,15 @@ from torch import Tensor, nn
 from foveate import costs as prices
 from foveate.attention import Dense
 from foveate.models import adapters
-from foveate.sparsity import artifact, cadence, controller, ranks
+from foveate.sparsity import artifact, cadence, ranks
+from foveate.sparsity.budgets import allowed
 from foveate.sparsity.building import check_model, make_policy
 from foveate.sparsity.captured import Captured
 from foveate.sparsity.config import SparsityConfig
-from foveate.sparsity.controller import Control, Decision
-from foveate.sparsity.pairs import Pair, Run, closure_run, gap
-from foveate.sparsity.policy import Sparse, length_class
+from foveate.sparsity.loss import Loss
+from foveate.sparsity.pairs import Pair, closure_run
+from foveate.sparsity.plan import Control, Decision
+from foveate.sparsity.policy import length_class
 from foveate.sparsity.predictor import Lesson
 from foveate.sparsity.pricing import Pricing
 from foveate.sparsity.probe import Probe, say_once
@@ -44,14 +46,10 @@ from foveate.sparsity.ranks import Reduce
 from foveate.sparsity.shapes import Search
 from foveate.sparsity.summary import table
 from foveate.sparsity.track import Measured, Track
+from foveate.sparsity.tracks import CLASSES, Log, Tracks
 from foveate.tiles import CUBE
 
 log = logging.getLogger("foveate")
-
-Log = Callable[[str, float, int], None]
-SLOW = 0.2  # rate of the predictors' lessons in sparse training, relative to dense
-CLASSES = 32  # of lengths
-MISSES = 3  # steps in a row whose loss is no longer understood, before training goes dense
 
 
 def sparsify(
@@ -84,7 +82,7 @@ class Handle:
     def __init__(
         self, model: nn.Module, config: SparsityConfig, reduce: Reduce | None, log: Log, costs: prices.Costs | None
     ):
-        self.config, self.reduce, self.log, self.steps = config, reduce, log, 0
+        self.config, self.reduce, self.steps = config, reduce, 0
         device = check_model(model, config)
         self.installed = adapters.install(model, Dense())
         try:
@@ -99,14 +97,12 @@ class Handle:
         self._copies = list[Callable[[], adapters.Installed | None]]()
         if not config.training_free_steps:  # what its dense steps teach is used at once
             self.policy.freeze()
-        self.tracks: dict[int, Track] = {}
         self._model = model
         self.pricing = Pricing(config, self.policy, self.installed.root, costs)
+        self.tracks = Tracks(config, self.policy, self.pricing, log)
+        self.loss = Loss(config)
         self._probe = Probe(model, self.policy, self._before_forward)
         self._placed = False  # training-free layers are priced
-        self._understood = bool(config.training_free_steps)  # the loss is one that can be compared
-        self._misses = 0
-        self._stopped = ""
         if config.training_free_steps:
             self.policy.free_steps, self.policy.mode = config.training_free_steps, "sparse"
         else:
@@ -117,12 +113,7 @@ class Handle:
     @property
     def main(self) -> Track:
         """The class of lengths that most of the attention seen so far belongs to."""
-        if not self.tracks:
-            return Track(controller.begin(self.config), self._nothing_known())
-        return max(self.tracks.values(), key=lambda track: (track.work, track.tokens))
-
-    def _nothing_known(self) -> SparsityProfile:
-        return SparsityProfile.empty(len(self.policy.learners), constants=self.policy.profiled)
+        return self.tracks.main
 
     @property
     def control(self) -> Control:
@@ -190,74 +181,56 @@ class Handle:
     def _due(self, step: int) -> list[int]:
         """The classes of lengths whose next measurement is due. None while the loss is not understood, or tiles are
         looked at: measurements are of one shape."""
-        return (
-            []
-            if self._stopped or self.policy.look
-            else [c for c, track in self.tracks.items() if step >= track.control.due]
-        )
+        return [] if self.loss.stopped or self.policy.look else self.tracks.due(step)
 
     def _schedule(self) -> None:
         """What the next training step has to do besides training."""
-        upcoming, policy = self.steps + 1, self.policy
-        searches = self.search.wanted(upcoming) and policy.mode == "dense" and not self._stopped
+        upcoming, policy, stopped = self.steps + 1, self.policy, self.loss.stopped
+        searches = self.search.wanted(upcoming) and policy.mode == "dense" and not stopped
         policy.look = self.search.look(self.config.budget, self._constants, len(policy.learners)) if searches else None
         due = self._due(upcoming)
-        waits = not (self._stopped or policy.look) and not self.tracks and upcoming >= self.config.warmup
+        waits = not (stopped or policy.look) and not self.tracks and upcoming >= self.config.warmup
         if not self.config.training_free_steps:
-            self._probe.wanted = lambda tokens, kept: kept is None or self._rank(tokens) < self._rank(kept)
-            self._probe.next_step(bool(due) or waits, not self._understood)
+            rank = self.tracks.rank
+            self._probe.wanted = lambda tokens, kept: kept is None or rank(tokens) < rank(kept)
+            self._probe.next_step(bool(due) or waits, not self.loss.understood)
             early = upcoming <= self.config.warmup or not policy.ready
             pace = self.main.pace
             teach = self.config.teach_every or (cadence.TEACH_EVERY if pace is None else pace.teach_every)
             policy.learning = early or upcoming % teach == 0
         policy.weighs = policy.learning and self.config.goal is not None
 
-    def _rank(self, tokens: int) -> float:
-        """Which sample is wanted most: of the class whose measurement has been due longest."""
-        track = self.tracks.get(length_class(tokens))
-        return -1.0 if track is None else float(track.control.due)
-
     def _exchange(self, closure: Any, loss: Tensor | float | None, due: bool) -> bool:
         """Lessons, what lengths were seen and whether the loss is understood, over all ranks. True: measure now."""
-        checking = not (self._understood or closure is not None or self._stopped)
-        look = self.policy.look
-        if not (self.policy.learning or due or checking or look or not self.tracks):
+        checking = not (self.loss.understood or closure is not None or self.loss.stopped)
+        policy, look = self.policy, self.policy.look
+        if not (policy.learning or due or checking or look or not self.tracks):
             return False
-        lessons = _padded(self.policy) if self.policy.learning else []
-        self.policy.lessons = {}
-        counts = [0.0] * CLASSES
-        for tokens in self._probe.lengths or set(self.policy.tokens.values()):
-            counts[length_class(tokens)] = 1.0
+        lessons = policy.step_lessons() if policy.learning else []
+        parts = [x for lesson in lessons for x in (lesson.total, lesson.weight)]
+        if look is not None:
+            parts += [policy.step_looks(look), self._influence()]
         sampled = closure is not None or self._probe.ready()
-        wanted = sampled and self._is_due(self._sample_class())
-        seen, bad = self._check(loss) if checking else (0.0, 0.0)
-        flags = torch.tensor([float(sampled), float(wanted), seen, bad, *counts], device=self._device)
-        parts = [x for lesson in lessons for x in (lesson.total.flatten(), lesson.weight.view(1))]
-        layers, heads = range(len(self.policy.learners)), self.policy.heads
+        wanted = sampled and self.tracks.is_due(self._sample_tokens(), self.steps)
+        seen, bad = self.loss.look(self._probe.seen_loss(loss), loss is not None) if checking else (0.0, 0.0)
+        lengths = {length_class(tokens) for tokens in self._probe.lengths or set(policy.tokens.values())}
+        counts = [float(index in lengths) for index in range(CLASSES)]
+        flags = torch.tensor([float(sampled), float(wanted), seen, bad, *counts])
+        *found, flags = ranks.mean([*parts, flags], self.reduce, self._device)
+        policy.learn({index: Lesson(*found[2 * index : 2 * index + 2]) for index in range(len(lessons))})
+        sampled, wanted, seen, bad, *counts = flags.tolist()
+        self.tracks.meet(counts, self.steps)
         if look is not None:
-            seen_tiles = [self.policy.looks.get(index, look.nothing(heads)).to(self._device) for index in layers]
-            parts += [torch.stack(seen_tiles).flatten(), self._influence().flatten()]
-        flat = torch.cat([*(x.to(self._device) for x in parts), flags])
-        flat = flat if self.reduce is None else self.reduce(flat)
-        found, flags = flat[: -len(flags)], flat[-len(flags) :].tolist()
-        sizes = [x.numel() for x in parts]
-        totals = iter(found.split(sizes) if sizes else ())
-        self.policy.learn(
-            {i: Lesson(next(totals).view_as(x.total), next(totals).view(())) for i, x in enumerate(lessons)}
-        )
-        sampled, wanted, seen, bad, *counts = flags
-        self._meet(counts)
-        if look is not None:
-            self._looked(next(totals).view(len(layers), -1, heads), next(totals).view(len(layers), heads))
+            self._looked(*found[-2:])
         if checking and seen:
-            self._understand(bad > 0)
-        return sampled == 1 and wanted > 0 and look is None and not self._stopped
+            self.loss.understand(bad > 0)
+        return sampled == 1 and wanted > 0 and look is None and not self.loss.stopped
 
     @property
     def _constants(self) -> tuple[float, ...]:
         """Of the periphery, that heads may be given."""
         config = self.config
-        return controller.allowed(self.policy.profiled, "drop" if config.rule == "dsv" else config.periphery)
+        return allowed(self.policy.profiled, "drop" if config.rule == "dsv" else config.periphery)
 
     def _influence(self) -> Tensor:
         """(L, H), of this rank."""
@@ -266,7 +239,6 @@ class Handle:
 
     def _looked(self, found: Tensor, influence: Tensor) -> None:
         """Tiles of several shapes were looked at, on all ranks: found (L, C + 1, H), influence (L, H)."""
-        self.policy.looks = {}
         before, self.search = self.search, self.search.take(found, influence, self.steps, self.config.warmup)
         if self.search.said != before.said:
             log.info("step %d: %s", self.steps, self.search.said)
@@ -280,87 +252,19 @@ class Handle:
                 installed.tile_shape = self.search.shape
         self.policy.forget()
         self.policy.by_class.clear()
-        for track in self.tracks.values():
-            track.control, track.profile = controller.begin(self.config, self.steps), self._nothing_known()
-            track.pairs, track.looks = [], 0
-        self._apply()
-
-    def _is_due(self, length: int) -> bool:
-        if length not in self.tracks:
-            return self.steps >= self.config.warmup
-        return length in self._due(self.steps)
-
-    def _sample_class(self) -> int:
-        return length_class(self._sample_tokens())
+        self.tracks.forget(self.steps)
 
     def _sample_tokens(self) -> int:
         sample = self._probe.sample
         return max(self.policy.tokens.values()) if sample is None else sample.tokens
 
-    def _meet(self, counts: Sequence[float]) -> None:
-        """Lengths were trained on, on some rank: `counts` is the mean over ranks, by class."""
-        known = len(self.tracks)
-        for index, count in enumerate(counts):
-            if not count:
-                continue
-            if index not in self.tracks:
-                self._begin(index)
-            self.tracks[index].work += count * 4.0**index
-        if len(self.tracks) > known:
-            self._apply()
-
-    def _begin(self, index: int) -> None:
-        """A class of lengths that is new. Given budgets hold for it too, where they pay at its longest."""
-        track = Track(controller.begin(self.config, self.steps), self._nothing_known())
-        main = self.main
-        if self.config.budget is not None and main.decision.plan is not None:
-            track.tokens = 2.0**index
-            plan = main.decision.plan
-            budgets, constants = torch.tensor(plan.budgets), torch.tensor(plan.constants, dtype=torch.float64)
-            plan = controller.place(budgets, constants, self.pricing.of(track), None, self.config.dense_layers)
-            decision = Decision(self.steps, any(plan.sparse), plan, "as configured")
-            track.control = replace(main.control, decision=decision, gap=None)
-        self.tracks[index] = track
-
-    def _check(self, loss: Tensor | float | None) -> tuple[float, float]:
-        """Whether something was to be seen of the loss in this step, and whether it is not understood."""
-        facts = self._probe.seen_loss(loss)
-        if facts is None:
-            return 0.0, 0.0
-        if facts.loss is None:
-            self._why = "foveate did not see the loss that the backward began from"
-            return 1.0, float(self.config.loss_weight is None)
-        if facts.weight is None:
-            return 0.0, 0.0  # not finite, as the first steps of a gradient scaler may be
-        self._why = (
-            f"the loss is not w * mean((output - target)^2) with a w that can be told: {facts.weight:.6g} would be odd"
-        )
-        return 1.0, float(loss is None and not facts.simple(self.config.loss_weight or 1.0))
-
-    _why = "another rank's loss is not understood"
-
-    def _understand(self, bad: bool) -> None:
-        """The first steps have shown what the loss is like, on all ranks."""
-        self._understood = True
-        if not bad:
-            return
-        way_out = (
-            "dense and sparse attention cannot be compared by it. Give handle.step(closure) a function that returns "
-            "the loss of a fixed batch; or handle.step(loss=loss) or SparsityConfig(loss_weight=w), if it is a mean "
-            "square times one number all the same"
-        )
-        if self.config.goal is None:
-            self._comparable = False
-            say_once(f"{self._why}: gaps are not measured, budgets do not need them. {way_out}")
-            return
-        self._stopped = self._why
-        raise ValueError(f"{self._why}, so {way_out}; or SparsityConfig(budget=...) for one that is fixed")
-
-    _comparable = True
-
     def _measure(self, closure: Callable[[], Tensor] | None, loss: Tensor | float | None, due: Sequence[int]) -> None:
         """One look at the model, and after the last look of a measurement a decision."""
-        run = self._run(closure, loss)
+        if closure is not None:
+            run = closure_run(closure, self._device)
+        else:
+            assert self._probe.sample is not None
+            run = self.loss.run(self._probe.sample, self._model, loss)
         with self._probe.aside(), self.policy.using("dense"), self.policy.profiling() as found:
             dense = run()
         # All ranks run the model equally often, as FSDP wants, whatever the lengths of their samples.
@@ -368,132 +272,42 @@ class Handle:
         if any(track.compares for track in self.tracks.values()):
             with self._probe.aside(), self.policy.using("sparse"):
                 sparse = run()
-            pair = Pair.of(dense, sparse) if self._comparable else None
-        own = self._sample_class()
+            pair = Pair.of(dense, sparse) if self.loss.comparable else None
+        own = length_class(self._sample_tokens())
         if own not in due or not self.tracks[own].compares:
             pair = None
         missing = [index for index in range(len(self.policy.learners)) if index not in found]
         if missing:
             raise RuntimeError(f"layers {missing} did not call the policy: was their attention processor replaced?")
-        heads = controller.heads([found[index] for index in range(len(found))])
+        heads = torch.stack([found[index].flat() for index in range(len(found))])
         measured = Measured(heads, self._influence(), float(self._sample_tokens()), pair).flat()
         for index, flat in zip(due, self._reduced(measured, own, due), strict=True):
             if flat is not None:
-                self._take(index, flat, *heads.shape[:2])
-
-    def _run(self, closure: Callable[[], Tensor] | None, loss: Tensor | float | None) -> Run:
-        if closure is not None:
-            return closure_run(closure, self._device)
-        sample = self._probe.sample
-        assert sample is not None
-        weight = self.config.loss_weight or 1.0
-        if self._comparable:
-            if loss is not None:
-                sample.loss = torch.as_tensor(loss).detach()
-            facts = sample.facts()
-            if facts.weight is None:
-                weight = weight if facts.loss is None else float("nan")
-            elif loss is not None or facts.simple(weight):
-                weight, self._misses = facts.weight, 0
-            else:
-                weight, self._misses = float("nan"), self._misses + 1
-        return sample.replay(self._model, weight)
+                mean = Measured.from_flat(flat, *heads.shape[:2])
+                self.tracks.take(index, mean, self.steps, self.loss.comparable)
 
     def _reduced(self, measured: Tensor, own: int, due: Sequence[int]) -> list[Tensor | None]:
         """Of each due class the mean over the ranks that measured it; None where none did, or it was not finite."""
         fine = measured.isfinite().all()
         rows = [torch.where(fine, measured, 0.0) if index == own else torch.zeros_like(measured) for index in due]
-        marks = torch.tensor([float(index == own) for index in due], device=measured.device)
-        lost = torch.tensor([float(self._misses >= MISSES)], device=measured.device)
-        flat = torch.cat([*rows, marks, (~fine).float().view(1), lost]).to(self._device)
-        flat = (flat if self.reduce is None else self.reduce(flat)).cpu()
-        *marks, broken, lost = flat[-len(due) - 2 :].tolist()
+        marks = torch.tensor([float(index == own) for index in due])
+        signs = torch.stack([~fine, torch.tensor(self.loss.lost, device=fine.device)]).float()
+        *rows, marks, signs = (x.cpu() for x in ranks.mean([*rows, marks, signs], self.reduce, self._device))
+        broken, lost = signs.tolist()
         if lost:
-            self._lose()
+            self.loss.lose()
+            if self.loss.stopped:
+                self.tracks.stop(self.loss.stopped, self.steps)
         if broken:
             say_once("a measurement was not finite, or its loss not understood, and is left out")
             return [None] * len(due)
-        parts = flat[: -len(due) - 2].split(measured.numel())
-        return [part / mark if mark else None for part, mark in zip(parts, marks, strict=True)]
-
-    def _lose(self) -> None:
-        """The loss has become one that is not understood: back to dense attention for good."""
-        self._stopped = "the loss is no longer a weighted mean square of the output"
-        if self.config.goal is None:
-            self._comparable, self._stopped = False, ""
-            return
-        say_once(
-            f"{self._stopped}: training goes on with dense attention. Give handle.step(closure) a function that "
-            "returns the loss of a fixed batch, or set a fixed SparsityConfig(budget=...)"
-        )
-        for track in self.tracks.values():
-            decision = replace(track.decision, step=self.steps, active=False, reason=self._stopped)
-            track.control = replace(track.control, decision=decision)
-        self._apply()
-
-    def _take(self, index: int, flat: Tensor, layers: int, heads: int) -> None:
-        track = self.tracks[index]
-        compared = track.compares and self._comparable
-        track.take(Measured.from_flat(flat, layers, heads), self.steps)
-        if track.looks < (self.config.pairs if track.compares else 1):
-            return
-        found = gap(track.pairs, self.config.shift) if compared and track.pairs else None
-        track.pairs, track.looks, before = [], 0, track.control
-        pace = self.pricing.cadence(track)
-        config = replace(self.config, often=pace.often, rare=pace.rare)
-        tile, price = self.policy.kv_tile, self.pricing.of(track)
-        control = controller.advance(
-            before, config, track.profile, found, self.steps, price, track.influence, tile / max(track.tokens, tile)
-        )
-        track.control = control
-        track.pace = self.pricing.cadence(track)  # steps that are sparse from now on are shorter
-        interval = max(control.interval, track.pace.often)
-        track.control = replace(control, interval=interval, due=self.steps + interval)
-        if track.decision is not before.decision:
-            self._apply()
-        self._report(index, before, found)
+        return [row / mark if mark else None for row, mark in zip(rows, marks.tolist(), strict=True)]
 
     def _before_forward(self) -> None:
         """Training-free: price the layers once a dense forward has shown the length."""
         if self.config.training_free_steps and not self._placed and self.policy.tokens:
             self._placed = True
             self.pricing.place()
-
-    def _apply(self) -> None:
-        """Put the decisions into the policy."""
-        main = self.main
-        for length, track in self.tracks.items():
-            plan = track.decision.plan
-            if plan is None:
-                continue
-            for index, row in enumerate(zip(plan.budgets, plan.constants, plan.sparse, strict=True)):
-                self.policy.assign(index, *row, length=length)
-                if track is main:
-                    self.policy.assign(index, *row)
-        self.policy.active = {length for length, track in self.tracks.items() if track.decision.active}
-        self.policy.mode = "sparse" if self.policy.active else "dense"
-        for learner in self.policy.learners:
-            learner.lr = self.policy.rate * (SLOW if main.decision.active else 1.0)
-
-    def _report(self, index: int, before: Control, found: float | None) -> None:
-        """One line a change; scalars of every measurement of the main lengths."""
-        track = self.tracks[index]
-        decision, plan = track.decision, track.decision.plan
-        kept = plan.kept if plan is not None and decision.active else 1.0
-        values = {"kept": kept, "epsilon": track.control.epsilon, "active": float(decision.active)}
-        values |= {} if found is None else {"gap": found}
-        for name, value in values.items() if track is self.main else ():
-            self.log(f"foveate/{name}", value, self.steps)
-        if decision is before.decision or plan is None:
-            return
-        dense = [index for index, on in enumerate(plan.sparse) if not on]
-        log.info(
-            "step %d: %s at %.0f tokens, %s; %.1f %% of the tiles kept, %d of %d layers sparse%s, error level %.3f, "
-            "gap %s; %s",
-            self.steps, "sparse" if decision.active else "dense", track.tokens, decision.reason, 100 * plan.kept,
-            sum(plan.sparse), len(plan.sparse), f" (dense: {dense})" if dense else "", track.control.epsilon,
-            "not measured" if found is None else f"{100 * found:+.3f} %", track.pace,
-        )  # fmt: skip
 
     def restart(self) -> None:
         """Training-free inference: the next forward is the first of a new generation, is dense and teaches; what the
@@ -504,10 +318,8 @@ class Handle:
         """`predictors`: flat tensors of fixed shapes; `control`: everything else, as one JSON text."""
         influence = self.policy.influence
         control = {
-            "tracks": {str(index): track.to_dict() for index, track in self.tracks.items()},
-            "search": self.search.to_dict(), "steps": self.steps,
-            "rank": self.config.rank, "budget": _plain(self.config.budget),
-            "understood": self._understood, "comparable": self._comparable, "stopped": self._stopped,
+            "tracks": self.tracks.to_dict(), "search": self.search.to_dict(), "steps": self.steps,
+            "rank": self.config.rank, "budget": _plain(self.config.budget), "loss": self.loss.to_dict(),
             "influence": None if influence.mean is None else influence.mean.tolist(), "weighed": influence.count,
         }  # fmt: skip
         return {"predictors": self.policy.state_dict(), "control": json.dumps(control, allow_nan=False)}
@@ -531,31 +343,11 @@ class Handle:
         self.policy.load_state_dict(dict(state["predictors"]))
         self.search = replace(search, fixed=self.search.fixed)
         self.installed.tile_shape = search.shape
-        self.tracks = {
-            int(index): Track.from_dict(track, self.policy.profiled) for index, track in saved["tracks"].items()
-        }
-        self.steps, self._understood = saved["steps"], saved["understood"]
-        self._comparable, self._stopped = saved["comparable"], saved["stopped"]
+        self.steps = self.policy.step = saved["steps"]
+        self.loss.load(saved["loss"])
         self.policy.influence.restore(saved["influence"], saved["weighed"])
-        self.policy.step = self.steps
-        if self.config.budget is not None and _plain(self.config.budget) != saved["budget"]:
-            for track in self.tracks.values():
-                self._rebudget(track)
-        self._apply()
+        self.tracks.load(saved["tracks"], self.steps, _plain(self.config.budget) == saved["budget"])
         self._schedule()
-
-    def _rebudget(self, track: Track) -> None:
-        """Another fixed budget than the saved one."""
-        if self.config.budget is None or track.decision.plan is None:
-            return
-        plan = track.decision.plan
-        budgets = torch.as_tensor(self.config.budget, dtype=torch.float64).expand(len(plan.budgets), self.policy.heads)
-        constants = torch.tensor(plan.constants, dtype=torch.float64)
-        if None not in track.profile.layers:
-            budgets, constants = controller.at_budget(track.profile, self.config.budget, self.config.periphery, plan)
-        plan = controller.place(budgets, constants, self.pricing.of(track), None, self.config.dense_layers)
-        decision = Decision(self.steps, any(plan.sparse), plan, "as configured")
-        track.control = replace(track.control, decision=decision)
 
     def save(self, folder: Path | str) -> None:
         """Write what inference needs, predictors and plan, for `fv.load_sparse(model, folder)`. Nothing is pickled."""
@@ -585,17 +377,6 @@ class Handle:
         """Give the model back as it was."""
         self._probe.remove()
         self.installed.remove()
-
-
-def _padded(policy: Sparse) -> list[Lesson]:
-    """Every layer's lesson of this step; one of no weight where there was none, so that all ranks' have one shape."""
-    found = []
-    for index, learner in enumerate(policy.learners):
-        heads, dim = learner.moments.cq.shape[:2]
-        width = dim if learner.seen < learner.start else learner.rank
-        nothing = torch.zeros(2, heads, dim, width, device=learner.moments.cq.device)
-        found.append(policy.lessons.get(index, Lesson(nothing, nothing.new_zeros(()))))
-    return found
 
 
 def _plain(budget: float | Sequence[float] | None) -> float | list[float] | None:

@@ -88,6 +88,12 @@ class Learner:
                 return Lesson.of(second_moments(*sight.octants()), sight.q.shape[0])
             return Lesson.of(self._gradient(sight, grid, scale, torch.Generator(device).manual_seed(seed)))
 
+    def nothing(self) -> Lesson:
+        """A lesson of no weight, of the shape that one has now."""
+        heads, dim = self.moments.cq.shape[:2]
+        total = torch.zeros(2, heads, dim, dim if self.seen < self.start else self.rank, device=self.moments.cq.device)
+        return Lesson(total, total.new_zeros(()))
+
     def take(self, lesson: Lesson) -> None:
         """Learn a lesson that was looked at since the last one was taken. One of no weight is left out."""
         with torch.inference_mode(False), torch.no_grad():

@@ -20,6 +20,7 @@ from foveate.attention import AttnState, Layer, Periphery, attend, no_autocast, 
 from foveate.sparsity import compiled
 from foveate.sparsity.influence import Influence
 from foveate.sparsity.learner import Learner
+from foveate.sparsity.plan import Plan
 from foveate.sparsity.predictor import Lesson, Predictor
 from foveate.sparsity.profile import CONSTANTS, DROP, HeadProfile, measure
 from foveate.sparsity.select import per_head, select
@@ -288,6 +289,11 @@ class Sparse:
         setting.constants[index] = torch.tensor(list(constants), device=device)
         setting.drops[index], setting.sparse_layers[index] = max(constants) == DROP, sparse
 
+    def follow(self, plan: Plan | None, length: int | None = None) -> None:
+        """Assign a plan, if there is one, to a length class, or to those that have none of their own."""
+        for index, row in enumerate(zip(plan.budgets, plan.constants, plan.sparse, strict=True) if plan else ()):
+            self.assign(index, *row, length=length)
+
     def selection(self, layer: Layer, q: Tensor, k: Tensor) -> Selection:
         """The tiles this layer keeps now."""
         tiles = {"query_tile": self.query_tile, "kv_tile": self.kv_tile}
@@ -345,6 +351,19 @@ class Sparse:
         _add(self.lessons, forward.lessons)
         _add(self.looks, forward.looks)
         forward.lessons, forward.looks = {}, {}
+
+    def step_lessons(self) -> list[Lesson]:
+        """Every layer's lesson of this step, which is over; one of no weight where there was none, so that all ranks'
+        have one shape."""
+        found, self.lessons = self.lessons, {}
+        return [found.get(index, learner.nothing()) for index, learner in enumerate(self.learners)]
+
+    def step_looks(self, look: Look) -> Tensor:
+        """(L, C + 1, H): what this step, which is over, showed of several shapes of tiles."""
+        found, self.looks = self.looks, {}
+        device = self.budgets[0].device
+        nothing = look.nothing(self.heads, device)
+        return torch.stack([found.get(index, nothing).to(device) for index in range(len(self.learners))])
 
     def learn(self, lessons: dict[int, Lesson]) -> None:
         """Every layer takes its lesson, if there is one."""

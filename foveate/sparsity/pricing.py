@@ -12,8 +12,8 @@ from torch import nn
 
 from foveate import costs as prices
 from foveate.sparsity import cadence
+from foveate.sparsity.budgets import Price
 from foveate.sparsity.config import SparsityConfig
-from foveate.sparsity.controller import Price
 from foveate.sparsity.policy import Sparse
 from foveate.sparsity.profile import DROP
 from foveate.sparsity.track import Track

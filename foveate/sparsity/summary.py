@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from foveate.sparsity.controller import Control
+from foveate.sparsity.plan import Control
 from foveate.sparsity.profile import DROP, HeadProfile, SparsityProfile
 
 COLUMNS = ("layer", "attention", "kept", "least head", "most head", "pooled", "constants", "error", "recall")

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveate.sparsity import controller
 from foveate.sparsity.cadence import Cadence
-from foveate.sparsity.controller import Control, Decision, Plan
 from foveate.sparsity.pairs import Pair
-from foveate.sparsity.profile import BUDGETS, CONSTANTS, SparsityProfile, plain
+from foveate.sparsity.plan import Control, Decision
+from foveate.sparsity.profile import BUDGETS, CONSTANTS, HeadProfile, SparsityProfile, plain
 
 log = logging.getLogger("foveate")
 
@@ -49,8 +48,8 @@ class Track:
         """Take in one step's measurement, reduced over ranks."""
         # The looks of one measurement are a few steps apart: together they are one look at the model.
         decay = MEMORY if not self.looks else 1 - (1 - MEMORY) / (self.looks + 1)
-        for index, layer in enumerate(controller.unstack(found.heads)):
-            self.profile = self.profile.updated(index, layer, step, decay)
+        for index, layer in enumerate(found.heads):
+            self.profile = self.profile.updated(index, HeadProfile.from_flat(layer), step, decay)
         self.influence, self.tokens, self.looks = found.influence, found.tokens, self.looks + 1
         if found.pair is not None:
             self.pairs.append(found.pair)
@@ -58,7 +57,7 @@ class Track:
     def to_dict(self) -> dict[str, Any]:
         influence = None if self.influence is None else self.influence.tolist()
         return {
-            "control": control_to(self.control), "profile": self.profile.to_dict(), "tokens": self.tokens,
+            "control": self.control.to_dict(), "profile": self.profile.to_dict(), "tokens": self.tokens,
             "work": self.work, "looks": self.looks, "pairs": [asdict(pair) for pair in self.pairs],
             "influence": influence, "pace": None if self.pace is None else asdict(self.pace),
         }  # fmt: skip
@@ -66,7 +65,7 @@ class Track:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], constants: Sequence[float] = CONSTANTS) -> "Track":
         """constants: of the periphery, that profiles measure now."""
-        control, found = control_from(saved["control"]), saved["profile"]
+        control, found = Control.from_dict(saved["control"]), saved["profile"]
         if (found["budgets"], found.get("constants")) == (list(BUDGETS), plain(constants)):
             profile = SparsityProfile.from_dict(found)
         else:
@@ -99,16 +98,3 @@ class Measured:
         profiled, influence = flat[:-5].split([flat.numel() - 5 - layers * heads, layers * heads])
         pair = Pair(*(x / compared for x in losses)) if compared else None
         return cls(profiled.view(layers, heads, -1, len(BUDGETS)), influence.view(layers, heads), tokens, pair)
-
-
-def control_to(control: Control) -> dict[str, Any]:
-    plan = control.decision.plan
-    decision = {**vars(control.decision), "plan": None if plan is None else plan.to_dict()}
-    return {**vars(control), "decision": decision}
-
-
-def control_from(saved: Mapping[str, Any]) -> Control:
-    decision = dict(saved["decision"])
-    if decision["plan"] is not None:
-        decision["plan"] = Plan.from_dict(decision["plan"])
-    return Control(**{**saved, "decision": Decision(**decision)})
