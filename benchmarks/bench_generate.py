@@ -11,8 +11,8 @@ family beats in both fidelity and cost), and reported on yet others, of other pr
 A gate comes first, and once more at the end: `quality=1` must give the plain pipeline's video and execute the same
 attention, and a repeated plain run the same; or the exit code is 1. Not covered: several GPUs, and what bookkeeping
 costs at real sizes (bench_reuse_overhead.py). The model is small and float32, so its times say little about large
-models. --quick is a small setting for CPUs. Writes generate_<machine>_<yyyymm>.json and a plot; the last line printed
-is JSON.
+models; on a CPU they are processor time. --quick is a small setting for CPUs. Writes generate_<machine>_<yyyymm>.json
+and a plot; the last line printed is JSON.
 """
 
 import argparse
@@ -95,10 +95,11 @@ class Bench:
         self.counter.pairs = 0
         with method.install(pipe) as handle:
             settle(self.model.device)
-            began = time.perf_counter()
+            clock = time.perf_counter if self.model.device.type == "cuda" else time.process_time  # CPUs are shared
+            began = clock()
             latents = tiny_wan.generate(pipe, prompts, seeds, steps=self.steps, shape=self.shape)
             settle(self.model.device)
-            seconds = time.perf_counter() - began
+            seconds = clock() - began
             report = handle.report() if hasattr(handle, "report") else None
         moved = None
         if report is not None:  # where outputs are held, what is computed moves all that exact attention moves

@@ -16,7 +16,8 @@ from generation_methods import PARTS
 from generation_summary import FIDELITY, OURS, Outcome, frontier
 
 ROOT = Path(__file__).parent.parent
-FILE = ROOT / "benchmarks" / "results" / "generate_h200_202612.json"
+RESULTS = ROOT / "benchmarks" / "results"
+FILE, SCHEDULES = RESULTS / "generate_h200_202612.json", RESULTS / "generate_h200_202612_schedules.json"
 NAMED = {
     "foveate": "foveate: outputs",
     "foveate schedule": "foveate: scheduled",
@@ -96,10 +97,11 @@ def print_rows(record: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["frontier", "schedules", "parts", "table"])
-    parser.add_argument("--file", type=Path, default=FILE)
+    parser.add_argument("--file", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
     options = parser.parse_args()
-    record = json.loads(options.file.read_text())
+    usual = SCHEDULES if options.what in ("schedules", "parts") else FILE
+    record = json.loads((options.file or usual).read_text())
     if options.what == "table":
         print_rows(record)
         return 0
