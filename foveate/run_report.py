@@ -148,15 +148,17 @@ def denoised_panels(config: TrainConfig, steps: int, device: str) -> list[ClipPa
 
 
 def sampled_panels(run: Path) -> list[ClipPanel]:
-    """What the newest of samples/ shows: a held-out clip, restored, and one generated (record.sample)."""
+    """What the newest of samples/ shows: a held-out clip, restored (by the built-in model), and one generated."""
     files = sorted((run / "samples").glob("step-*.mp4"))
     if not files:
         return []
     clip = video.probe(video.Clip(files[-1].name, files[-1]))
     frames, _ = video.decode(clip, 0, clip.frames)
-    step = int(files[-1].stem.partition("-")[2])
-    width = frames.shape[2] // 3
-    names = "Held out", "Restored from noise", "Generated"
+    step = int(files[-1].stem.split("-")[1])
+    names = (
+        ("Held out", "Generated") if folder.trains_a_pipeline(run) else ("Held out", "Restored from noise", "Generated")
+    )
+    width = frames.shape[2] // len(names)
     return [
         ClipPanel(name, frames[:, :, place * width : (place + 1) * width], f"samples/, step {step:,}")
         for place, name in enumerate(names)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -17,18 +18,22 @@ pytest.importorskip("diffusers", reason="needs diffusers: pip install 'foveate[d
 
 import diffusers
 import finetune_data
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_pipelines import call, made
 
 from foveate import cli, costs, flags
 from foveate.finetune import encode as encoding
-from foveate.finetune import estimate, families
+from foveate.finetune import estimate, families, videos
 from foveate.finetune.config import FinetuneConfig
 from foveate.finetune.encode import EncodeConfig, Encoder, Unit, encode, pixels
 from foveate.finetune.encoded import Encoded, Order, deal
 from foveate.finetune.loop import Finetuner
 from foveate.finetune.model import prepare
 from foveate.finetune.noising import Diffusion, Flow, noising
+from foveate.run_report import sampled_panels
 from foveate.sparsity.config import SparsityConfig
+from foveate.training.flow import stream
+from foveate.video import to_uint8
 
 SIZES = ("9x64x96", "9x96x64")
 SOON = SparsityConfig(budget=0.5, warmup=2, learn_from=1, force=True)
@@ -171,6 +176,60 @@ def test_lora_from_clips_to_plain_diffusers(home: SimpleNamespace, tmp_path: Pat
     expected, found = generated(twin), generated(pipe)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (found - plain).abs().max() > 1e-3
+
+
+def test_validation_videos_are_the_pipelines_and_disturb_nothing(
+    home: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By EMA weights, as plain diffusers generates; later losses and the random state are the same bits without."""
+    real = videos.write
+
+    def write(tuner: Finetuner, places: Any) -> list[str]:
+        before = torch.get_rng_state()
+        found = real(tuner, places)
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    monkeypatch.setattr(videos, "write", write)
+    given = {"ema": 0.5, "steps": 4, "validate_every": 9, "checkpoint_every": 9, "workers": 0}
+    runs = []
+    for every in (2, 0):
+        config = config_of(home, tmp_path / str(every), sample_every=every, sample_steps=3, tensorboard=True, **given)
+        tuner = Finetuner(config)
+        rows = tuner.fit()
+        runs.append(([(row["loss"], row["kept"], row["norm"]) for row in rows], tuner.model.training))
+        if every:
+            names = [row.get("samples") for row in rows]
+            shown = tuner
+    assert runs[0] == runs[1]
+    assert names == [None, ["samples/step-000002-0.mp4"], None, ["samples/step-000004-0.mp4"]]
+    with av.open(str(tmp_path / "2" / names[3][0])) as clip:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in clip.decode(video=0)])
+    events = EventAccumulator(str(tmp_path / "2" / "events"))
+    events.Reload()
+    assert [event.step for event in events.Images("samples/0")] == [2, 4]
+    assert events.Images("samples/0")[0].encoded_image_string[:6] == b"GIF89a"
+
+    assert shown.handle is not None
+    shown.handle.remove()
+    shown.handle = None
+    pipe = diffusers.WanPipeline.from_pretrained(home.model)
+    pipe.load_lora_weights(tmp_path / "2" / "lora")
+    pipe.set_progress_bar_config(disable=True)
+    [(data, place)] = shown.shown
+    noise = torch.randn(data.rows[place]["shape"], generator=stream(7, place))[None]
+    height, width = (8 * n for n in noise.shape[-2:])
+    same = {"num_inference_steps": 3, "num_frames": 9, "height": height, "width": width, "latents": noise}
+    expected = pipe(data.rows[place]["caption"], output_type="latent", **same).frames
+    with videos.aside(shown):
+        sample, none = (data.batch([place], 512, [empty]) for empty in (False, True))
+        torch.testing.assert_close(videos.denoise(shown, sample, none, noise), expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        held = shown.about.family.pixels(pipe.vae, sample.latents)
+    assert frames.shape == (9, height, 2 * width, 3)
+    luma = np.array([0.299, 0.587, 0.114])
+    assert np.abs((frames[:, :, :width] - to_uint8(held)[0].astype(float)) @ luma).mean() < 4  # what H.264 leaves
+    assert [panel.title for panel in sampled_panels(tmp_path / "2")] == ["Held out", "Generated"]
 
 
 def test_all_weights_are_trained_and_exported(home: SimpleNamespace, tmp_path: Path) -> None:

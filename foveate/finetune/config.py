@@ -86,6 +86,14 @@ class FinetuneConfig:
     """Steps between validation losses."""
     validation_clips: int = 4
     """Samples that validation is measured on, each at four noise levels."""
+    sample_every: int = 0
+    """Steps between validation videos, out/samples/step-*.mp4; 0 makes none."""
+    sample_clips: int = 1
+    """Held-out captions that videos are made for."""
+    sample_steps: int = 30
+    """Denoising steps of a validation video."""
+    sample_guidance: float | None = None
+    """Guidance of validation videos, by default what the pipeline takes; 1 is none, in half the time."""
     checkpoint_every: int = 200
     """Steps between checkpoints."""
     keep: int = 2
@@ -98,14 +106,14 @@ class FinetuneConfig:
     """What one GPU can do, for MFU: by default what is known of the card in bfloat16."""
 
     MAY_CHANGE: ClassVar[set[str]] = {"head", "sequence", "shard", "checkpointing", "data", "model", "validation",
-                                  "peak_tflops"}  # fmt: skip
+                                  "peak_tflops", "sample_clips", "sample_steps", "sample_guidance"}  # fmt: skip
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch", "micro", "head", "sequence", "validate_every", "checkpoint_every", "keep")
-        for name in (*counts, "validation_clips"):
+        for name in (*counts, "validation_clips", "sample_clips", "sample_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        for name in ("lora", "warmup", "workers", "weight_decay"):
+        for name in ("lora", "warmup", "workers", "weight_decay", "sample_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(self, name)}")
         if self.batch % self.micro:

@@ -48,7 +48,7 @@ class Family:
     """A row of the table.
 
     text: what lies behind a caption's last token: `zeros`, nothing of use under a `mask`, or the `whole` is kept.
-    latents(vae, z): normalised. image(pipe, video, z): what an image-to-video model is given beside the noisy latents.
+    latents(vae, z): normalised; pixels(vae, latents): video (B, 3, T, H, W) in -1 ... 1. image(pipe, video, z): what an image-to-video model is given beside the noisy latents.
     inputs(about, model, noisy, timestep (B,), sample): the transformer's arguments. output(noisy, y): (B, C, F, Y, X).
     first_clean: the first latent frame is the image: no noise, time 0, no loss.
     """
@@ -56,6 +56,7 @@ class Family:
     pipelines: tuple[str, ...]
     text: Literal["zeros", "mask", "whole"]
     latents: Callable[[Any, Tensor], Tensor]
+    pixels: Callable[[Any, Tensor], Tensor]
     inputs: Callable[["About", Any, Tensor, Tensor, Sample], dict[str, Any]]
     output: Callable[["About", Tensor, Tensor], Tensor] = lambda about, noisy, y: y
     image: Callable[[Any, Tensor], dict[str, Tensor]] | None = None
@@ -141,6 +142,12 @@ def load_encoders(about: About, device: str, dtype: torch.dtype) -> Any:
     return pipe.to(device)
 
 
+def load_vae(about: About) -> Any:
+    """The pipeline's, float32, on the CPU."""
+    package, (_, name) = diffusers(), about.config["vae"]
+    return getattr(package, name).from_pretrained(about.folder, subfolder="vae", dtype=torch.float32).eval()
+
+
 def load_transformer(about: About, name: str, dtype: torch.dtype) -> Any:
     """One transformer of the pipeline, on the CPU."""
     package = diffusers()
@@ -190,6 +197,11 @@ def _wan_latents(vae: Any, z: Tensor) -> Tensor:
     return (z - mean) / std
 
 
+def _wan_pixels(vae: Any, x: Tensor) -> Tensor:
+    mean, std = (torch.tensor(vae.config[name]).to(x).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
+    return vae.decode(x * std + mean, return_dict=False)[0]
+
+
 def _wan_image(to: Any, video: Tensor) -> dict[str, Tensor]:
     """The first frame as the pipeline conditions on it: mask and latents, and CLIP's view where the model asks."""
     pipe, (_, _, frames, height, width) = to.pipe, video.shape
@@ -229,6 +241,12 @@ def _ltx_latents(vae: Any, z: Tensor) -> Tensor:
     return (z - mean) * vae.config.scaling_factor / std
 
 
+def _ltx_pixels(vae: Any, x: Tensor) -> Tensor:
+    mean, std = (y.to(x).view(1, -1, 1, 1, 1) for y in (vae.latents_mean, vae.latents_std))
+    time = x.new_zeros(len(x)) if vae.config.timestep_conditioning else None  # as its pipeline decodes by default
+    return vae.decode(x * std / vae.config.scaling_factor + mean, time, return_dict=False)[0]
+
+
 def _ltx_inputs(about: About, model: Any, noisy: Tensor, timestep: Tensor, sample: Sample) -> dict[str, Any]:
     cls = getattr(diffusers(), "LTXPipeline")  # noqa: B009 (loaded when first asked for)
     time, space, _ = about.patch
@@ -250,6 +268,10 @@ def _ltx_output(about: About, noisy: Tensor, y: Tensor) -> Tensor:
 
 def _cog_latents(vae: Any, z: Tensor) -> Tensor:
     return z * vae.config.scaling_factor
+
+
+def _cog_pixels(vae: Any, x: Tensor) -> Tensor:
+    return vae.decode(x / vae.config.scaling_factor, return_dict=False)[0]
 
 
 def _cog_image(to: Any, video: Tensor) -> dict[str, Tensor]:
@@ -288,24 +310,24 @@ def _cog_output(about: About, noisy: Tensor, y: Tensor) -> Tensor:
 
 TABLE = [
     Family(
-        pipelines=("WanPipeline", "SkyReelsV2Pipeline"), text="zeros", latents=_wan_latents, inputs=_wan_inputs
+        pipelines=("WanPipeline", "SkyReelsV2Pipeline"), text="zeros", latents=_wan_latents, pixels=_wan_pixels, inputs=_wan_inputs
     ),
     Family(
-        pipelines=("WanImageToVideoPipeline",), text="zeros", latents=_wan_latents, inputs=_wan_inputs,
+        pipelines=("WanImageToVideoPipeline",), text="zeros", latents=_wan_latents, pixels=_wan_pixels, inputs=_wan_inputs,
         image=_wan_image,
     ),
     Family(
-        pipelines=("LTXPipeline",), text="mask", latents=_ltx_latents, inputs=_ltx_inputs, output=_ltx_output
+        pipelines=("LTXPipeline",), text="mask", latents=_ltx_latents, pixels=_ltx_pixels, inputs=_ltx_inputs, output=_ltx_output
     ),
     Family(
-        pipelines=("LTXImageToVideoPipeline",), text="mask", latents=_ltx_latents, inputs=_ltx_inputs,
+        pipelines=("LTXImageToVideoPipeline",), text="mask", latents=_ltx_latents, pixels=_ltx_pixels, inputs=_ltx_inputs,
         output=_ltx_output, first_clean=True,
     ),
     Family(
-        pipelines=("CogVideoXPipeline",), text="whole", latents=_cog_latents, inputs=_cog_inputs, output=_cog_output
+        pipelines=("CogVideoXPipeline",), text="whole", latents=_cog_latents, pixels=_cog_pixels, inputs=_cog_inputs, output=_cog_output
     ),
     Family(
-        pipelines=("CogVideoXImageToVideoPipeline",), text="whole", latents=_cog_latents, inputs=_cog_inputs,
+        pipelines=("CogVideoXImageToVideoPipeline",), text="whole", latents=_cog_latents, pixels=_cog_pixels, inputs=_cog_inputs,
         output=_cog_output, image=_cog_image,
     ),
 ]  # fmt: skip

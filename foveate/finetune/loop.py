@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from foveate.finetune import checkpoint, export, families
+from foveate.finetune import checkpoint, export, families, videos
 from foveate.finetune.config import FinetuneConfig
 from foveate.finetune.encoded import Forwards, Order, deal, fixed
 from foveate.finetune.families import Sample
@@ -59,6 +59,8 @@ class Finetuner:
         self.part, bounds = choose_expert(config, self.about)
         self.noising = noising(self.about.scheduler, config.model, density=config.density, bounds=bounds)
         self.data = open_data(config, self.about)
+        if config.sample_every:
+            videos.check(self.about)
         self.text_length = families.text_length(self.about) if self.about.family.text != "whole" else 0
         self._join()
         self._batches()
@@ -102,7 +104,10 @@ class Finetuner:
         deal([0] * self.order.forwards, self.replicas)
         judge = data if apart is None else apart
         places = held if apart is None else range(len(apart))
-        self.validation = fixed(judge, [int(i) for i in places[: config.validation_clips]], self.text_length)
+        places = [int(i) for i in places]
+        self.validation = fixed(judge, places[: config.validation_clips], self.text_length)
+        shown = places or [int(i) for i in train]
+        self.shown = [(judge, place) for place in shown[: config.sample_clips]]
 
     def _model(self) -> nn.Module:
         """The transformer with what is trained, sharded where there are ranks."""
@@ -187,6 +192,8 @@ class Finetuner:
             self.saver.poll()
             if self.validation and self.step % config.validate_every == 0 and not stopped:
                 row["validation"] = self.validate()
+            if config.sample_every and self.step % config.sample_every == 0 and not stopped:
+                row["samples"] = videos.write(self, self.shown)
             yield row
             if stopped or self.step % config.checkpoint_every == 0 or self.step == config.steps:
                 self.save(wait=stopped or self.step == config.steps)
@@ -239,14 +246,18 @@ class Finetuner:
         noisy, timestep, target = self.noising.apply(sample.latents, noise, level)
         if self.about.first_clean:
             noisy = torch.cat([sample.latents[:, :, :1], noisy[:, :, 1:]], 2)
+        error = self.predict(noisy, timestep, sample).float() - target
+        if self.about.first_clean:  # the mean stays over all, as sparsify expects of a mean square
+            error = torch.cat([torch.zeros_like(error[:, :, :1]), error[:, :, 1:]], 2)
+        return error.square().mean()
+
+    def predict(self, noisy: Tensor, timestep: Tensor, sample: Sample) -> Tensor:
+        """What the transformer says of noisy latents (B, C, F, Y, X) at its timestep (B,)."""
         family = self.about.family
         given = family.inputs(self.about, self.model, noisy.to(self.dtype), timestep, sample)
         with self._precision():
             found = self.model(**given, return_dict=False)[0]
-        error = family.output(self.about, noisy, found).float() - target
-        if self.about.first_clean:  # the mean stays over all, as sparsify expects of a mean square
-            error = torch.cat([torch.zeros_like(error[:, :, :1]), error[:, :, 1:]], 2)
-        return error.square().mean()
+        return family.output(self.about, noisy, found)
 
     def _precision(self) -> Any:
         """FSDP casts the weights itself; one process computes by autocast."""

@@ -51,17 +51,18 @@ class Flow:
             drawn = torch.special.ndtri((low + (high - low) * u.double()).clamp(1e-6, 1 - 1e-6)).sigmoid()
         else:
             drawn = low + (high - low) * u.double()
-        factor = self._factor(tokens)
+        factor = self.factor(tokens)
         return (factor * drawn / (1 + (factor - 1) * drawn)).float()
 
-    def _factor(self, tokens: int) -> float:
+    def factor(self, tokens: int) -> float:
+        """Of the shift, at this length."""
         if self.shift is not None:
             return self.shift
         (few, low), (many, high) = self.base, self.most
         return math.exp(low + (high - low) * (tokens - few) / (many - few))
 
     def _unshift(self, level: float, tokens: int) -> float:
-        factor = self._factor(tokens)
+        factor = self.factor(tokens)
         return level / (factor - (factor - 1) * level)
 
     def apply(self, x: Tensor, noise: Tensor, level: Tensor) -> tuple[Tensor, Tensor, Tensor]:

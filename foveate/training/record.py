@@ -5,6 +5,8 @@ Shapes: L layers, H heads, C channels, F frames, Y height, X width.
 
 import json
 from collections.abc import Generator, Iterable
+from io import BytesIO
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 LEVEL = 0.6  # of noise that a held-out clip is denoised from: enough to be wrong, little enough to be the same clip
 STEPS = 10  # of the denoising
+TOLD = ("step", "samples")  # of a row; not among wandb's numbers
 
 
 class Events:
@@ -29,6 +32,7 @@ class Events:
     did not ask for them."""
 
     def __init__(self, config: Any, step: int):
+        self._out: Path = config.out
         self._writer: Any = None
         if config.tensorboard:
             try:
@@ -46,7 +50,22 @@ class Events:
                 if name != "step" and isinstance(value, int | float):
                     self._writer.add_scalar(f"train/{name}", value, row["step"])
         if self._wandb is not None:
-            self._wandb.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
+            self._wandb.log({name: value for name, value in row.items() if name not in TOLD}, step=row["step"])
+        for number, name in enumerate(row.get("samples", ())):
+            self._show(f"samples/{number}", self._out / name, row["step"])
+
+    def _show(self, name: str, file: Path, step: int) -> None:
+        """A clip as media: TensorBoard shows moving pictures as GIF."""
+        if self._writer is not None:
+            from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+            picture = Summary.Image(encoded_image_string=_gif(file), colorspace=3)
+            given = Summary(value=[Summary.Value(tag=name, image=picture)])
+            self._writer._get_file_writer().add_summary(given, step)
+        if self._wandb is not None:
+            import wandb  # pyright: ignore[reportMissingImports]
+
+            self._wandb.log({name: wandb.Video(str(file), format="mp4")}, step=step)
 
     def __enter__(self) -> "Events":
         return self
@@ -56,6 +75,18 @@ class Events:
             self._writer.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(error is not None))
+
+
+def _gif(file: Path) -> bytes:
+    import av
+    from PIL import Image
+
+    with av.open(str(file)) as container:
+        rate = float(container.streams.video[0].average_rate or 12)
+        frames = [Image.fromarray(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+    found = BytesIO()
+    frames[0].save(found, "GIF", save_all=True, append_images=frames[1:], duration=1000 / rate, loop=0)
+    return found.getvalue()
 
 
 def _wandb_run(config: Any) -> Any:
