@@ -48,8 +48,9 @@ class Family:
     """A row of the table.
 
     text: what lies behind a caption's last token: `zeros`, nothing of use under a `mask`, or the `whole` is kept.
-    latents(vae, z): normalised; pixels(vae, latents): video (B, 3, T, H, W) in -1 ... 1. image(pipe, video, z): what an image-to-video model is given beside the noisy latents.
-    inputs(about, model, noisy, timestep (B,), sample): the transformer's arguments. output(noisy, y): (B, C, F, Y, X).
+    latents(vae, z): normalised; pixels(vae, latents): video (B, 3, T, H, W) in -1 ... 1. image(pipe, video, z): what an
+    image-to-video model is given beside the noisy latents. inputs(about, model, noisy, timestep (B,), sample): the
+    transformer's arguments. output(noisy, y): (B, C, F, Y, X).
     first_clean: the first latent frame is the image: no noise, time 0, no loss.
     """
 
@@ -310,24 +311,27 @@ def _cog_output(about: About, noisy: Tensor, y: Tensor) -> Tensor:
 
 TABLE = [
     Family(
-        pipelines=("WanPipeline", "SkyReelsV2Pipeline"), text="zeros", latents=_wan_latents, pixels=_wan_pixels, inputs=_wan_inputs
+        pipelines=("WanPipeline", "SkyReelsV2Pipeline"), text="zeros", latents=_wan_latents, pixels=_wan_pixels,
+        inputs=_wan_inputs
     ),
     Family(
-        pipelines=("WanImageToVideoPipeline",), text="zeros", latents=_wan_latents, pixels=_wan_pixels, inputs=_wan_inputs,
-        image=_wan_image,
+        pipelines=("WanImageToVideoPipeline",), text="zeros", latents=_wan_latents, pixels=_wan_pixels,
+        inputs=_wan_inputs, image=_wan_image,
     ),
     Family(
-        pipelines=("LTXPipeline",), text="mask", latents=_ltx_latents, pixels=_ltx_pixels, inputs=_ltx_inputs, output=_ltx_output
+        pipelines=("LTXPipeline",), text="mask", latents=_ltx_latents, pixels=_ltx_pixels,
+        inputs=_ltx_inputs, output=_ltx_output
     ),
     Family(
-        pipelines=("LTXImageToVideoPipeline",), text="mask", latents=_ltx_latents, pixels=_ltx_pixels, inputs=_ltx_inputs,
-        output=_ltx_output, first_clean=True,
+        pipelines=("LTXImageToVideoPipeline",), text="mask", latents=_ltx_latents, pixels=_ltx_pixels,
+        inputs=_ltx_inputs, output=_ltx_output, first_clean=True,
     ),
     Family(
-        pipelines=("CogVideoXPipeline",), text="whole", latents=_cog_latents, pixels=_cog_pixels, inputs=_cog_inputs, output=_cog_output
+        pipelines=("CogVideoXPipeline",), text="whole", latents=_cog_latents, pixels=_cog_pixels,
+        inputs=_cog_inputs, output=_cog_output
     ),
     Family(
-        pipelines=("CogVideoXImageToVideoPipeline",), text="whole", latents=_cog_latents, pixels=_cog_pixels, inputs=_cog_inputs,
-        output=_cog_output, image=_cog_image,
+        pipelines=("CogVideoXImageToVideoPipeline",), text="whole", latents=_cog_latents, pixels=_cog_pixels,
+        inputs=_cog_inputs, output=_cog_output, image=_cog_image,
     ),
 ]  # fmt: skip
