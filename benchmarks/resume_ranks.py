@@ -63,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     options = parser.parse_args()
     work: Path = options.work
     bench_finetune.cut(work / "footage")
@@ -78,7 +79,8 @@ def main() -> None:
     alone: dict[str, list[float]] = {}
     apart: list[dict[str, Any]] = []
     log = work / "log.txt"
-    for kind, more in KINDS.items():
+    for kind in options.kinds:
+        more = KINDS[kind]
         for saver in RANKS:
             run = work / f"{kind}-{saver}"
             whole = losses(saver, [*given, *more, "--out", str(run), *layout(saver)], log, run)

@@ -1,5 +1,6 @@
 """`foveate encode`, `foveate train --model`: a tiny saved Wan pipeline from clips to plain diffusers."""
 
+import importlib.util
 import json
 import sys
 from dataclasses import fields
@@ -117,6 +118,33 @@ def test_encoding_again_elsewhere_or_otherwise(home: SimpleNamespace, tmp_path: 
         with pytest.raises(SystemExit) as left:
             cli.main(words)
         assert left.value.code == 2
+        assert advice in " ".join(capsys.readouterr().err.split())
+
+
+def test_clips_of_a_url_are_copied_once(home: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
+    """The same shards as from the folder itself; what cannot be copied is listed; a package that lacks is named."""
+    fsspec = pytest.importorskip("fsspec")
+    there = fsspec.filesystem("memory")
+    for name in ("0.mp4", "1.mp4"):
+        there.pipe(f"/clips/{name}", (home.clips / name).read_bytes())
+    there.pipe("/clips/sub/../../../out.mp4", b"x")
+    rows = [json.dumps({"file": f"{i}.mp4", "caption": f"one\u2028two\n{i}"}, ensure_ascii=False) for i in range(3)]
+    there.pipe("/clips/captions.jsonl", "\n".join(rows).encode())
+    out = tmp_path / "encoded"
+    words = ["encode", "--model", str(home.model), "--sizes", *SIZES, "--out", str(out), "--data"]
+    for url in ("memory://clips", "memory://clips/captions.jsonl"):
+        assert cli.run([*words, url]) == 0
+    data = Encoded(out)
+    assert [(row["clip"], row["caption"]) for row in data.rows] == [(f"{i}.mp4", f"one\u2028two\n{i}") for i in (0, 1)]
+    left = [json.loads(line) for line in (out / "skipped.jsonl").read_text().splitlines()]
+    assert ["could not be copied" in row["reason"] or "no video file" in row["reason"] for row in left] == [True, True]
+    assert not (tmp_path / "out.mp4").exists()
+    for url, advice in (("memory://none", "no such folder"), ("s3://b/c", "s3fs"), ("bogus://c", "Protocol not known")):
+        if url.startswith("s3") and importlib.util.find_spec("s3fs"):
+            continue
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*words, url])
+        assert ended.value.code == 2
         assert advice in " ".join(capsys.readouterr().err.split())
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from foveate.data.files import Skip, printable
 from foveate.data.folder import read
+from foveate.data.remote import copy, is_url, url_of
 from foveate.finetune import families
 from foveate.training.machine import pick_device
 from foveate.video import Clip, UnusableError, decode
@@ -47,7 +48,8 @@ class EncodeConfig:
     model: Path
     """Folder of a diffusers pipeline: its VAE and text encoder are used."""
     data: Path
-    """Folder of clips (with captions.jsonl, or without captions), or a .jsonl, .csv or .tsv of names and captions."""
+    """Folder of clips (with captions.jsonl, or without captions), or a .jsonl, .csv or .tsv of names and captions; or
+    an fsspec URL of one, such as s3://bucket/clips, which is copied to OUT.clips beside OUT."""
     out: Path
     """Folder to write to."""
     sizes: tuple[str, ...] = ("81x480x832", "81x832x480")
@@ -108,16 +110,19 @@ class Work:
         return [self.units[at : at + size] for at in range(0, len(self.units), size)]
 
 
-def gather(config: EncodeConfig) -> Work:
-    """What there is to encode. ValueError where that is nothing."""
-    data, table = config.data, None
+def gather(config: EncodeConfig, number: int = 0, count: int = 1) -> Work:
+    """What there is to encode, for process `number` of `count`. ValueError where that is nothing."""
+    data, table, absent = config.data, None, []
+    if is_url(data) and not data.exists():
+        beside = config.out.with_name(f"{config.out.name}.clips")
+        data, absent = copy(url_of(data), beside, number=number, count=count)
     if data.is_file():
         data, table = data.parent, data
     if not data.is_dir():
         raise ValueError(f"--data {config.data}: there is no such folder or file")
     inside = config.out.resolve().is_relative_to(data.resolve()) and config.out.is_dir()
     found = read(data, table=table, leave_out=[config.out] if inside else [])
-    work = Work(skipped=[(printable(name), printable(why)) for name, why in found.skipped])
+    work = Work(skipped=[*absent, *((printable(name), printable(why)) for name, why in found.skipped)])
     by_size: dict[tuple[int, int, int], list[Unit]] = {size: [] for size in config.buckets()}
     for clip in found.clips:
         size = choose(clip, config.buckets(), config.stride)
@@ -188,7 +193,7 @@ class Encoder:
     def __init__(self, config: EncodeConfig, number: int = 0, count: int = 1):
         self.config, self.number, self.count = config, number, count
         self.about = families.examine(config.model)
-        self.work = gather(config)
+        self.work = gather(config, number, count)
         self.shards = self.work.shards(config.shard)
         self._claim()
         device = pick_device(config.device)
