@@ -165,7 +165,7 @@ def sparse(clock: Clock, share: float, skip: bool) -> dict[str, float]:
     if not skip and clock.left > 40:
         with blocks_compiled(clock.model):
             found["sparse call, compiled"] = clock.seconds(lambda: at(9))
-    for index in range(len(handle.policy.budgets)):
+    for index in range(len(handle.policy.learners)):
         handle.policy.assign(index, [1.0] * handle.policy.heads, [False] * handle.policy.heads, True)
     found["keeps all, differs by"] = relative_error(at(9), expected)
     handle.remove()

@@ -1,8 +1,8 @@
 """A run's budgets over time, as a picture: what every head keeps from one decision to the next, and the measured gap.
 
-python benchmarks/plot_budgets.py RUN --out docs/images/budgets.png [--tolerance 0.007]
+python benchmarks/plot_budgets.py RUN --out docs/images/budgets.png
 
-RUN: the folder of a `foveate train` (or a demo's RUN/sparse), with its plans.jsonl and config.json.
+RUN: the folder of a `foveate train` with a tolerance, with its plans.jsonl and config.json.
 """
 
 import argparse

@@ -12,6 +12,7 @@ from train_step_model import Shape, dense_attention, grid_of, now, reset_peak
 
 from foveate.sparsity.learner import Learner
 from foveate.sparsity.profile import profile
+from foveate.sparsity.sight import Sight
 
 
 def repeated(job: Callable[[], Any], device: str, times: int = 3) -> float:
@@ -52,11 +53,11 @@ def lesson_ms(shape: Shape, tokens: int, device: str) -> dict[str, float]:
     grid, found = grid_of(tokens), {}
     first = Learner(shape.heads, shape.dim, start=1 << 30, device=device)
     tuned = Learner(shape.heads, shape.dim, start=1, device=device)
-    tuned.observe(q, k, grid, seed=0)
+    tuned.learn(Sight(q, k), grid, seed=0)
     drawn = torch.Generator(device)
     jobs = {
-        "closed form": lambda: first.observe(q, k, grid, seed=0),
-        "lesson": lambda: tuned.observe(q, k, grid, seed=0),
+        "closed form": lambda: first.learn(Sight(q, k), grid, seed=0),
+        "lesson": lambda: tuned.learn(Sight(q, k), grid, seed=0),
         "profile": lambda: profile(q, k, v, grid, predictor=tuned.predictor, generator=drawn.manual_seed(0)),
     }
     for name, job in jobs.items():

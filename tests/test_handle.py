@@ -23,6 +23,7 @@ from foveate.sparsity.config import SparsityConfig
 from foveate.sparsity.handle import Handle, sparsify
 from foveate.sparsity.policy import Sparse
 from foveate.sparsity.predictor import Moments
+from foveate.sparsity.sight import Sight
 from foveate.tiles import VideoGrid
 
 SIZE = (1, 3, 8, 16, 16)  # 512 tokens in patches of 2 x 2, 8 tiles
@@ -278,7 +279,7 @@ def test_recomputation_keeps_its_tiles_when_the_predictor_has_moved_on() -> None
     grid = VideoGrid(8, 8, 16)
     policy = Sparse(1, 2, 32, budget=0.2, start=1)
     q, k, v = (torch.randn(1, grid.tokens, 2, 32, requires_grad=True) for _ in range(3))
-    policy.learners[0].observe(q, k, grid, seed=0)
+    policy.learners[0].learn(Sight(q, k), grid, seed=0)
     policy.mode = "sparse"
     chosen = spy(policy)
     out = torch.utils.checkpoint.checkpoint(lambda *x: policy(Layer(0, "x", grid), *x), q, k, v, use_reentrant=False)
@@ -464,7 +465,7 @@ def test_inference_with_the_saved_predictor(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     third = sparsify(make_model(), SparsityConfig(budget=0.5, force=True))
     third.load_state_dict(state)
-    assert third.policy.budgets[0].tolist() == [0.5, 0.5]
+    assert third.policy.default.budgets[0].tolist() == [0.5, 0.5]
     with pytest.raises(ValueError, match="rank"):
         sparsify(make_model(), SparsityConfig(budget=0.5, rank=8)).load_state_dict(state)
 

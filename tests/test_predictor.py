@@ -13,7 +13,7 @@ from foveate.kernels.select import octant_means, project, tile_mass
 from foveate.sparsity.learner import Learner, cross_entropy
 from foveate.sparsity.predictor import Moments, Predictor
 from foveate.sparsity.select import select
-from foveate.sparsity.sight import sample_rows, take_runs, true_mass
+from foveate.sparsity.sight import Sight, sample_rows, take_runs, true_mass
 from foveate.tiles import VideoGrid
 
 SHARED = Path(os.environ.get("FOVEATE_SHARED", Path(__file__).parents[1] / ".." / "shared"))
@@ -45,7 +45,7 @@ def exact_mass(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 def observe(learner: Learner, steps: range) -> None:
     for step in steps:
-        learner.observe(*sample(GRID, seed=step), GRID, seed=step)
+        learner.learn(Sight(*sample(GRID, seed=step)), GRID, seed=step)
 
 
 def test_closed_form_is_exact_where_scores_have_the_rank():
@@ -113,10 +113,8 @@ def test_errors_say_what_to_do():
         Learner(3, 32, rank=0)
     with pytest.raises(ValueError, match="empty"):
         Predictor.from_moments(Moments(3, 32))
-    with pytest.raises(ValueError, match="tokens"):
-        Learner(3, 32).observe(q, k, VideoGrid(1, 2, 3), seed=0)
     with pytest.raises(ValueError, match="dividing 3"):
-        Learner(3, 32).observe(q, k[:, :, :2], GRID, seed=0)
+        Moments(3, 32).update(q, k[:, :, :2])
     with pytest.raises(ValueError, match="saved with"):
         Learner(3, 32, rank=8).load_state_dict(Learner(3, 32).state_dict())
     with pytest.raises(ValueError, match="float32 a and b"):
@@ -183,10 +181,10 @@ def test_learner_touches_neither_the_global_rng_nor_the_graph():
     learner = Learner(3, 32, start=1)
     q, k = (x.requires_grad_() for x in sample(GRID))
     before = torch.get_rng_state()
-    learner.observe(q, k, GRID, seed=0)
-    learner.observe(q, k, GRID, seed=1)
+    learner.learn(Sight(q, k), GRID, seed=0)
+    learner.learn(Sight(q, k), GRID, seed=1)
     with torch.no_grad():
-        learner.observe(q, k, GRID, seed=2)
+        learner.learn(Sight(q, k), GRID, seed=2)
     assert learner.tuned == 2
     assert torch.equal(before, torch.get_rng_state())
     assert q.grad is None
@@ -198,9 +196,9 @@ def test_autocast_and_half_inputs_change_nothing():
     plain, cast = Learner(3, 32, start=1), Learner(3, 32, start=1)
     for step in range(3):
         q, k = (x.bfloat16() for x in sample(GRID, seed=step))
-        plain.observe(q.float(), k.float(), GRID, seed=step)
+        plain.learn(Sight(q.float(), k.float()), GRID, seed=step)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            cast.observe(q, k, GRID, seed=step)
+            cast.learn(Sight(q, k), GRID, seed=step)
     assert torch.equal(plain.predictor.a, cast.predictor.a)
 
 
@@ -209,7 +207,7 @@ def test_small_grids_and_groups_stay_finite(grid):
     learner = Learner(4, 32, start=1)
     for step in range(3):
         q, k = torch.randn(2, grid.tokens, 4, 32), torch.randn(2, grid.tokens, 2, 32)
-        learner.observe(q, k, grid, seed=step)
+        learner.learn(Sight(q, k), grid, seed=step)
     assert learner.predictor.a.isfinite().all()
     assert learner.loss.isfinite()
 
@@ -239,7 +237,7 @@ def learned() -> tuple[Predictor, Predictor]:
     learner, closed = Learner(3, 64, rank=16, rows=ROWS, start=len(seen)), None
     for step in range(len(seen) + STEPS):
         k, q = seen[step % len(seen)]
-        learner.observe(q, k, REAL, seed=step)
+        learner.learn(Sight(q, k), REAL, seed=step)
         closed = closed or learner.predictor
     return closed, learner.predictor
 

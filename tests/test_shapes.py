@@ -170,7 +170,7 @@ def test_a_search_takes_what_wins_clearly_where_it_counts() -> None:
     wins = looks({CUBE: (0.3, 0.3), (16, 1, 4): (0.4, 0.2), (1, 8, 8): (0.1, 0.4)})
     assert wins.shape == (16, 1, 4)
     assert "for each layer instead: -16 %" in wins.said  # the root of (0.1^2 + 9 * 0.2^2) / (0.4^2 + 9 * 0.2^2), less 1
-    assert not wins.busy
+    assert wins.looks == 0
     assert (wins.wanted(49), wins.wanted(50)) == (False, True)
     assert looks({CUBE: (0.3, 0.3), (16, 1, 4): (0.3, 0.295)}).shape == CUBE
     assert all(looks({}, noise=0.015, seed=seed).shape == CUBE for seed in range(3)), "noise wins in one half only"
@@ -178,5 +178,5 @@ def test_a_search_takes_what_wins_clearly_where_it_counts() -> None:
 
 def test_short_sequences_keep_their_cubes_and_it_is_said() -> None:
     search = Search().take(torch.zeros(2, len(SHAPES) + 1, 2), torch.ones(2, 2), 1, 100)
-    assert (search.shape, search.busy, search.next) == (CUBE, False, 50)
+    assert (search.shape, search.looks, search.next) == (CUBE, 0, 50)
     assert "fewer than 16 tiles" in search.said

@@ -101,7 +101,7 @@ def test_a_fixed_budget_goes_through_sparsify_too(config: TrainConfig) -> None:
     rows = trainer.fit()
     assert [row["kept"] for row in rows] == [1.0, 1.0, 1.0, 0.25, 0.25]
     assert checkpoint.steps(config.out / "switch") == [1], "the first is what a dense twin starts from"
-    assert torch.equal(trainer.handle.policy.budgets[0], torch.full((2,), 0.25))
+    assert torch.equal(trainer.handle.policy.default.budgets[0], torch.full((2,), 0.25))
 
 
 RUN = """

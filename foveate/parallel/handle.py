@@ -216,8 +216,8 @@ class ParallelHandle:
         policy.fetched.got.clear()
         policy.fetched.others.clear()
         layers = []
-        for index, (budget, constants) in enumerate(zip(inner.budgets, inner.constants, strict=True)):
-            sparse = inner.mode != "dense" and inner.sparse_layers[index]
+        for index, (budget, constants) in enumerate(zip(inner.default.budgets, inner.default.constants, strict=True)):
+            sparse = inner.mode != "dense" and inner.default.sparse_layers[index]
             density = tuple(budget.tolist()) if sparse else (1.0,) * inner.heads
             known = {degree: union[index, degree] for degree in degrees if (index, degree) in union}
             layers.append(LayerLoad(density, tuple((constants > -torch.inf).tolist()), known))

@@ -41,17 +41,9 @@ def attention(token: int, query_tile: int, layer: Layer, q: Tensor, k: Tensor, v
 
 @torch.library.custom_op("foveate::policy", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _policy(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    token: int,
-    query_tile: int,
-    index: int,
-    sizes: list[int],
-    cube: list[int],
-    step: int,
-    grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, token: int, query_tile: int, index: int, sizes: list[int], cube: list[int],
+    step: int, grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, lse, and what its backward needs: words (B, H, R, W), constants of the periphery (H,), and on the CPU
     (sparse, any pooled)."""
     policy = _policies[token]

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from foveate.attention import no_autocast
 from foveate.kernels.select import octant_sizes
-from foveate.sparsity.predictor import Lesson, Moments, Predictor, check, like, second_moments
+from foveate.sparsity.predictor import Lesson, Moments, Predictor, like, second_moments
 from foveate.sparsity.sight import Sight, mean_valid, sample_rows, take_runs
 from foveate.tiles import OCTANT, TILE, VideoGrid
 
@@ -33,17 +33,9 @@ class Learner:
     """
 
     def __init__(
-        self,
-        heads: int,
-        dim: int,
-        *,
-        rank: int = 16,
-        rows: int = 1,
-        lr: float = 5e-4,
-        start: int = 20,
-        jitter: float = 0.3,
-        device: torch.device | str = "cpu",
-    ) -> None:
+        self, heads: int, dim: int, *, rank: int = 16, rows: int = 1, lr: float = 5e-4, start: int = 20,
+        jitter: float = 0.3, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         if not 1 <= rank <= dim:
             raise ValueError(f"rank must lie in 1 ... {dim}, the head dim, got {rank}")
         if rows < 1 or start < 1 or lr < 0 or jitter < 0:
@@ -63,23 +55,16 @@ class Learner:
         """What has been learned so far; None before `start` observations. Later steps do not change it."""
         return Predictor(*self._weights.unbind()) if self.seen >= self.start else None
 
-    def observe(self, q: Tensor, k: Tensor, grid: VideoGrid, *, scale: float | None = None, seed: int) -> None:
-        """Learn from one training step's q (B, S, H, D) and k (B, S, G, D), tile order, any float dtype.
+    def learn(self, sight: Sight, grid: VideoGrid, *, scale: float | None = None, seed: int) -> None:
+        """Learn from one training step's queries and keys, in tile order.
 
         One clip of the batch, drawn by `seed`, serves a fine-tuning step. The global random state is not touched,
-        nothing is kept of q's and k's graph, and nothing waits for the device. scale: 1 / sqrt(D) by default.
-        Raises ValueError where shapes do not fit.
+        nothing is kept of the sight's graph, and nothing waits for the device. scale: 1 / sqrt(D) by default.
         """
-        heads, dim = self.moments.cq.shape[:2]
-        check(q, k, heads, dim, grid)
-        self.learn(Sight(q, k), grid, scale=scale, seed=seed)
-
-    def learn(self, sight: Sight, grid: VideoGrid, *, scale: float | None = None, seed: int) -> None:
-        """As `observe`, from whatever gives the sight."""
         self.take(self.look(sight, grid, scale=scale, seed=seed))
 
     def look(self, sight: Sight, grid: VideoGrid, *, scale: float | None = None, seed: int) -> Lesson:
-        """What a training step has to teach, as `observe` would; nothing is learned before `take`."""
+        """What a training step has to teach; nothing is learned before `take`."""
         scale = float(self.moments.cq.shape[1] ** -0.5 if scale is None else scale)
         device = sight.q.device
         # Generation may run in inference mode; what is learned there must serve elsewhere too.

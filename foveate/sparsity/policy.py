@@ -141,26 +141,6 @@ class Sparse:
         self.tokens: dict[int, int] = {}  # layer -> length of its last sequence
 
     @property
-    def budgets(self) -> list[Tensor]:
-        return self.default.budgets
-
-    @property
-    def constants(self) -> list[Tensor]:
-        return self.default.constants
-
-    @property
-    def drops(self) -> list[bool]:
-        return self.default.drops
-
-    @property
-    def sparse_layers(self) -> list[bool]:
-        return self.default.sparse_layers
-
-    @sparse_layers.setter
-    def sparse_layers(self, layers: Sequence[bool]) -> None:
-        self.default.sparse_layers = list(layers)
-
-    @property
     def forward(self) -> Forward | None:
         """The model's forward that runs in this thread, as its outermost hooks say; None where they do not."""
         return getattr(self._here, "forward", None)
@@ -361,7 +341,7 @@ class Sparse:
     def step_looks(self, look: Look) -> Tensor:
         """(L, C + 1, H): what this step, which is over, showed of several shapes of tiles."""
         found, self.looks = self.looks, {}
-        device = self.budgets[0].device
+        device = self.default.budgets[0].device
         nothing = look.nothing(self.heads, device)
         return torch.stack([found.get(index, nothing).to(device) for index in range(len(self.learners))])
 

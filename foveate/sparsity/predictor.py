@@ -15,7 +15,6 @@ from torch import Tensor
 
 from foveate.attention import no_autocast
 from foveate.kernels.select import octant_means, project
-from foveate.tiles import VideoGrid
 
 NEGLIGIBLE = 1e-6  # eigenvalues of a moment below this share of the largest count as directions never seen
 TINY = 1e-12  # weights below it are none
@@ -37,7 +36,7 @@ class Moments:
     def update(self, q: Tensor, k: Tensor) -> None:
         """Take in q (B, S, H, D) and k (B, S, G, D), any float dtype. Raises ValueError for other shapes."""
         heads, dim, _ = self.cq.shape
-        check(q, k, heads, dim)
+        _check(q, k, heads, dim)
         with no_autocast(q.device):
             self.add(Lesson.of(second_moments(octant_means(q), project(octant_means(k), None, heads)), q.shape[0]))
 
@@ -147,12 +146,11 @@ def like(state: Mapping[str, Tensor], name: str, current: Tensor) -> Tensor:
     return value.to(current.device, current.dtype, copy=True)
 
 
-def check(q: Tensor, k: Tensor, heads: int, dim: int, grid: VideoGrid | None = None) -> None:
+def _check(q: Tensor, k: Tensor, heads: int, dim: int) -> None:
     if q.dim() != 4 or k.dim() != 4 or q.shape[2:] != (heads, dim) or k.shape[3] != dim or heads % max(k.shape[2], 1):
         raise ValueError(
             f"q must be (B, S, {heads}, {dim}) and k (B, S, G, {dim}) with G dividing {heads}, "
             f"got {tuple(q.shape)} and {tuple(k.shape)}"
         )
-    if q.shape[:2] != k.shape[:2] or (grid is not None and q.shape[1] != grid.tokens):
-        expected = "" if grid is None else f" of {grid.tokens} tokens ({grid})"
-        raise ValueError(f"q and k must be one batch of sequences{expected}, got {tuple(q.shape)} and {tuple(k.shape)}")
+    if q.shape[:2] != k.shape[:2]:
+        raise ValueError(f"q and k must be one batch of sequences, got {tuple(q.shape)} and {tuple(k.shape)}")

@@ -78,9 +78,9 @@ class Pricing:
 
     def place(self) -> None:
         """Training-free: at the length that a dense forward has shown, is sparse attention worth it in each layer?"""
-        policy, tokens = self.policy, max(self.policy.tokens.values())
-        for index, (budget, constants) in enumerate(zip(policy.budgets, policy.constants, strict=True)):
+        setting, tokens = self.policy.default, max(self.policy.tokens.values())
+        for index, (budget, constants) in enumerate(zip(setting.budgets, setting.constants, strict=True)):
             sparse, dense = self.layer(tokens, budget.tolist(), (constants > DROP).tolist())
-            policy.sparse_layers[index] = index not in self.config.dense_layers and sparse < dense
-        if not any(policy.sparse_layers):
+            setting.sparse_layers[index] = index not in self.config.dense_layers and sparse < dense
+        if not any(setting.sparse_layers):
             log.info("sparse attention does not pay at %d tokens: all layers stay dense", tokens)

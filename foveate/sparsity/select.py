@@ -46,35 +46,19 @@ def select(
         raise ValueError("pass exactly one of budget and mass")
     heads, dim = q.shape[2:]
     a, b = (None, None) if predictor is None else (predictor.a, predictor.b)
+    budget = None if budget is None else per_head("budget", budget, heads, q.device)
+    mass = None if mass is None else per_head("mass", mass, heads, q.device)
+    scale = dim**-0.5 if scale is None else scale
     with no_autocast(q.device):
-        words = _predict_words(
-            q,
-            k,
-            a,
-            b,
-            None if budget is None else per_head("budget", budget, heads, q.device),
-            None if mass is None else per_head("mass", mass, heads, q.device),
-            grid.video,
-            dim**-0.5 if scale is None else scale,
-            query_tile,
-            kv_tile,
-        )
+        words = _predict_words(q, k, a, b, budget, mass, grid.video, scale, query_tile, kv_tile)
     return Selection(words, grid, query_tile, kv_tile)
 
 
 @torch.library.custom_op("foveate::select", mutates_args=())
 def _predict_words(
-    q: Tensor,
-    k: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    budget: Tensor | None,
-    mass: Tensor | None,
-    video: int,
-    scale: float,
-    query_tile: int,
-    kv_tile: int,
-) -> Tensor:
+    q: Tensor, k: Tensor, a: Tensor | None, b: Tensor | None, budget: Tensor | None, mass: Tensor | None, video: int,
+    scale: float, query_tile: int, kv_tile: int,
+) -> Tensor:  # fmt: skip
     """The bitmap as one operator, by the fused kernel where `auto` takes the triton backend."""
     if choose_backend(q.device.type)[0] == "triton":
         from foveate.kernels.triton_select import predict_words

@@ -10,7 +10,6 @@ nothing at first.
 Shapes: B batch, S tokens in tile order, L layers, H heads, G key/value heads, D head dim, C candidates.
 """
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +21,6 @@ from torch import Tensor
 from foveate.sparsity.profile import CONSTANTS, measure
 from foveate.sparsity.sight import Sight
 from foveate.tiles import CUBE, TILE, VideoGrid
-
-log = logging.getLogger("foveate")
 
 Shape = tuple[int, int, int]
 
@@ -128,14 +125,9 @@ class Search:
     sums: Tensor | None = None
     said: str = ""
 
-    @property
-    def busy(self) -> bool:
-        """Whether a search has begun and not ended."""
-        return self.looks > 0
-
     def rows(self, layers: int) -> int:
         """Query tiles of a layer that a shape is measured on in the next step."""
-        return -(-ROWS // (layers if self.busy else 2 * layers))
+        return -(-ROWS // (layers if self.looks else 2 * layers))
 
     def wanted(self, step: int) -> bool:
         """Whether the training forwards of this step are to be looked at."""

@@ -1,8 +1,8 @@
 """What a handle prints of itself: a table of layers. Shapes: H heads, K budgets of a profile."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
+import numpy as np
 import torch
 
 from foveate.sparsity.plan import Control
@@ -49,13 +49,7 @@ def expected(
     places = [profile.constants.index(x) for x in constants]
     error = layer.error_predicted[torch.arange(len(places)), places]
     return tuple(
-        sum(_at(points, [*row, end], x) for row, x in zip(curve.tolist(), budgets, strict=True)) / len(budgets)
+        sum(float(np.interp(x, points, [*row, end])) for row, x in zip(curve.tolist(), budgets, strict=True))
+        / len(budgets)
         for curve, end in ((error, 0.0), (layer.recall_predicted, 1.0))
     )  # type: ignore[return-value]
-
-
-def _at(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    for (x0, y0), (x1, y1) in pairwise(zip(xs, ys, strict=True)):
-        if x <= x1:
-            return y0 + (y1 - y0) * max(0.0, x - x0) / (x1 - x0)
-    return ys[-1]

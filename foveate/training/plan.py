@@ -5,7 +5,6 @@ kernels and links by this cluster's own.
 """
 
 import json
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,8 +18,6 @@ from foveate.parallel import links, shapes
 from foveate.parallel.hosts import adopt_launcher
 from foveate.parallel.scale import METHODS, Cluster, Step, Workload, generate, sizes, train
 from foveate.parallel.topology import Topology
-
-log = logging.getLogger("foveate")
 
 MOST_GPUS = 16384
 DENSE_SHARE = 5 / 32  # of the layers: what DSV's 2.7B model leaves dense (arXiv 2502.07590)
