@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +121,78 @@ def test_encoding_again_elsewhere_or_otherwise(home: SimpleNamespace, tmp_path: 
             cli.main(words)
         assert left.value.code == 2
         assert advice in " ".join(capsys.readouterr().err.split())
+
+
+def _without(part: str, model: Path, data: Path) -> None:
+    shutil.rmtree(model / part)
+
+
+def _cut(model: Path, data: Path) -> None:
+    (model / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(b"cut")
+
+
+def _of(file: str, change: Any) -> Any:
+    def changed(model: Path, data: Path) -> None:
+        path = (model if "/" in file else data) / file
+        path.write_text(change(path.read_text()))
+
+    return changed
+
+
+def _dial(part: str, **more: Any) -> Any:
+    return _of(f"{part}/config.json", lambda text: json.dumps(json.loads(text) | more))
+
+
+ODD: list[tuple[str, Any, str, str]] = [
+    ("encode", partial(_without, "vae"), "", "has no vae, which encoding needs"),
+    ("encode", partial(_without, "text_encoder"), "", "has no text_encoder"),
+    ("encode", _of("vae/config.json", lambda text: "{"), "", "vae/config.json is not JSON"),
+    ("encode", _of("encode.json", lambda text: text[:9]), "", "encode.json is not whole"),
+    ("train", _of("encode.json", lambda text: text[:9]), "", "encode.json is not whole"),
+    ("train", _of("index.jsonl", lambda text: text[:-9]), "", "index.jsonl is not whole"),
+    ("train", _of("index.jsonl", lambda text: ""), "", "names no sample"),
+    ("train", _dial("transformer", in_channels=8, out_channels=8), "", "latent channels 4, the model takes 8"),
+    ("train", _dial("transformer", text_dim=24), "", "text width 16, the model takes 24"),
+    ("train", _dial("vae", latents_mean=[0.5] * 4), "", "another VAE's configuration"),
+    ("train", partial(_without, "vae"), "--sample-every 1", "--sample-every needs"),
+    ("train", _cut, "", "cannot be loaded"),
+    ("train", None, "--lora 4096", "more than any of these layers has ranks, 64"),
+    ("train", None, "--lora 2 --lora-alpha 0", "--lora-alpha must be above 0"),
+    ("train", None, "--lora 2 --lora-targets nope", "no linear layer is named so"),
+]
+
+
+@pytest.mark.parametrize(("command", "spoil", "dials", "advice"), ODD, ids=[row[3] for row in ODD])
+def test_what_does_not_fit_is_refused(
+    command: str, spoil: Any, dials: str, advice: str, home: SimpleNamespace, tmp_path: Path, capsys: Any
+) -> None:
+    """By code 2 and what to do, before training."""
+    model, data, out = (tmp_path / name for name in ("model", "data", "out"))
+    shutil.copytree(home.model, model)
+    shutil.copytree(home.encoded, data)
+    if spoil is not None:
+        spoil(model, data)
+    words = ["--model", str(model), *dials.split()]
+    if command == "encode":
+        words += [
+            "--data",
+            str(home.clips),
+            "--out",
+            str(data),
+            "--sizes",
+            *SIZES,
+            "--shard",
+            "2",
+            "--dtype",
+            "float32",
+        ]
+    else:
+        words += ["--data", str(data), "--out", str(out), "--steps", "1"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, *words])
+    assert ended.value.code == 2
+    assert advice in " ".join(capsys.readouterr().err.split())
+    assert not (out / "history.jsonl").exists()
 
 
 def test_clips_of_a_url_are_copied_once(home: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
@@ -461,6 +535,7 @@ def test_dry_run_and_recipes_are_whole_configurations(home: SimpleNamespace, tmp
     assert len(own) == 6
     for recipe in own:
         assert set(yaml.safe_load(recipe.read_text())) == dials
+    for recipe in (path for path in own if path.stem in ("wan-1.3b-full", "wan2.2-a14b-high-lora")):
         expert = ["--expert", "auto"] if "high" in recipe.stem else []
         assert cli.run(["train", "--config", recipe.stem, *paths, "--gpus", "4", *expert]) == 0
         printed = capsys.readouterr().out

@@ -1,5 +1,6 @@
 """Every dial of a fine-tuning run, in one frozen dataclass."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -128,6 +129,12 @@ class FinetuneConfig:
                 raise ValueError(f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise ValueError(f"--peak-tflops must be above 0, got {self.peak_tflops}")
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+            raise ValueError(
+                f"--lora-alpha must be above 0 and finite, got {self.lora_alpha}; without it it is the rank"
+            )
+        if self.lora_alpha is not None and not self.lora:
+            raise ValueError("--lora-alpha is for --lora RANK; without it all weights are trained")
         if self.lora and not self.lora_targets:
             raise ValueError("--lora-targets names no layer")
 

@@ -193,6 +193,7 @@ class Encoder:
     def __init__(self, config: EncodeConfig, number: int = 0, count: int = 1):
         self.config, self.number, self.count = config, number, count
         self.about = families.examine(config.model)
+        families.check_encoders(self.about)
         self.work = gather(config, number, count)
         self.shards = self.work.shards(config.shard)
         self._claim()
@@ -211,14 +212,18 @@ class Encoder:
         digest = hashlib.sha256(json.dumps(units).encode("utf-8", "surrogatepass")).hexdigest()
         plain = {"sizes": list(config.sizes), "stride": config.stride, "shard": config.shard, "dtype": config.dtype}
         mine = {"format": 1, "pipeline": self.about.pipeline, "model": str(config.model.resolve()), **plain}
+        mine["vae"] = families.vae_of(config.model)
         mine |= {"samples": len(units), "shards": len(self.shards), "clips": digest}
         if out.exists() and not out.is_dir():
             raise ValueError(f"{out} is a file; give another --out")
         out.mkdir(parents=True, exist_ok=True)
         file = out / ABOUT
         if file.is_file():
-            held = json.loads(file.read_text())
-            odd = [name for name in mine if held.get(name) != mine[name]]
+            try:
+                held = json.loads(file.read_text())
+            except ValueError as error:
+                raise ValueError(f"{file} is not whole ({error}); give another --out") from None
+            odd = [name for name in mine if held.get(name, mine[name]) != mine[name]]
             if odd:
                 raise ValueError(
                     f"{out} holds an encoding of something else ({', '.join(odd)} differ). Give another --out, or the "

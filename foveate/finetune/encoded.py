@@ -42,14 +42,17 @@ class Encoded:
             raise ValueError(
                 f"{folder} is no encoding: make one by `foveate encode --model ... --data ... --out {folder}`"
             )
-        self.about: dict[str, Any] = json.loads((folder / ABOUT).read_text())
+        self.about: dict[str, Any] = _json(folder / ABOUT, (folder / ABOUT).read_text(), "encode into another --out")
         if not (folder / INDEX).is_file():
             there = len(list(folder.glob("shard-*.safetensors")))
             raise ValueError(
                 f"{folder} is not complete: {there} of {self.about['shards']} shards are there; run the same `foveate "
                 "encode` again, it goes on where it was"
             )
-        self.rows = [json.loads(line) for line in (folder / INDEX).read_text().splitlines()]
+        again = "remove it and run the same `foveate encode` again, which makes it anew"
+        self.rows = [_json(folder / INDEX, line, again) for line in (folder / INDEX).read_text().splitlines()]
+        if not self.rows:
+            raise ValueError(f"{folder / INDEX} names no sample: {again}")
         self.tokens = np.array([row["tokens"] for row in self.rows])
         shapes = sorted({tuple(row["shape"]) for row in self.rows})
         self.shapes = shapes
@@ -60,6 +63,12 @@ class Encoded:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def text_width(self) -> int:
+        """Of the captions' sequences."""
+        with safe_open(self.folder / EMPTY, "pt") as file:
+            return file.get_slice("text").get_shape()[-1]
 
     def held_out(self, fraction: float) -> tuple[np.ndarray, np.ndarray]:
         """Places of the samples to train on and of those held out, whole clips, by their names alone."""
@@ -105,6 +114,13 @@ class Encoded:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_files": OrderedDict()}  # open files do not travel to worker processes
+
+
+def _json(file: Path, text: str, advice: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{file} is not whole ({error}): {advice}") from None
 
 
 def _fill(x: Tensor, length: int) -> Tensor:

@@ -10,6 +10,7 @@ Not covered: HunyuanVideo, Mochi, LTX-2, VACE; posterior samples (the mean is ta
 Shapes: B batch, C channels, F frames, Y height, X width of latents; T text tokens, W text width; S video tokens.
 """
 
+import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 EXTRA = "fine-tuning diffusers models needs {}: pip install 'foveate[diffusers]'"
@@ -113,6 +115,20 @@ def examine(folder: Path) -> About:
     return About(folder, name, index, transformers, scheduler, family)
 
 
+def vae_of(folder: Path) -> dict[str, str] | None:
+    """Which VAE a pipeline has: digests of its configuration and of its files; None where it has none."""
+    files = sorted((folder / "vae").glob("*.safetensors"))
+    if not (folder / "vae" / "config.json").is_file():
+        return None
+    config = {k: v for k, v in _json(folder / "vae" / "config.json").items() if not k.startswith("_")}
+    weights = hashlib.blake2b(digest_size=16)
+    for file in files:
+        with file.open("rb") as handle:
+            weights.update(hashlib.file_digest(handle, "blake2b").digest())
+    plain = json.dumps(config, sort_keys=True).encode()
+    return {"config": hashlib.blake2b(plain, digest_size=16).hexdigest(), "files": weights.hexdigest()}
+
+
 def _json(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -132,13 +148,23 @@ def diffusers() -> Any:
     return diffusers
 
 
+def check_encoders(about: About) -> None:
+    """ValueError where the folder lacks what encodes."""
+    for part in ("vae", "text_encoder", "tokenizer"):
+        if not (about.config.get(part) or [None])[0] or not (about.folder / part).is_dir():
+            raise ValueError(f"{about.folder} has no {part}, which encoding needs; download the whole pipeline")
+
+
 def load_encoders(about: About, device: str, dtype: torch.dtype) -> Any:
     """The pipeline without its transformers, on a device: encoders in `dtype`, the VAE in float32."""
     package = diffusers()
-    absent = dict.fromkeys(about.transformers)
-    pipe = getattr(package, about.pipeline).from_pretrained(
-        about.folder, dtype={"default": dtype, "vae": torch.float32}, **absent
-    )
+    absent: dict[str, Any] = dict.fromkeys(about.transformers)
+    try:
+        pipe = getattr(package, about.pipeline).from_pretrained(
+            about.folder, dtype={"default": dtype, "vae": torch.float32}, **absent
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{about.folder} cannot be loaded: {error}; download it again") from error
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 
@@ -153,7 +179,10 @@ def load_transformer(about: About, name: str, dtype: torch.dtype) -> Any:
     """One transformer of the pipeline, on the CPU."""
     package = diffusers()
     cls = getattr(package, about.transformers[name]["_class_name"])
-    return cls.from_pretrained(about.folder, subfolder=name, dtype=dtype)
+    try:
+        return cls.from_pretrained(about.folder, subfolder=name, dtype=dtype)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{about.folder / name} cannot be loaded: {error}; download it again") from error
 
 
 @torch.no_grad()

@@ -102,6 +102,10 @@ class Finetuner:
             train, data.bucket[train], data.tokens[train], batch=config.batch, micro=config.micro, seed=config.seed
         )
         deal([0] * self.order.forwards, self.replicas)
+        if config.batch > len(train) and self.rank == 0:
+            log.warning(
+                "--batch %d is more than the %d clips there are: a step takes some twice", config.batch, len(train)
+            )
         judge = data if apart is None else apart
         places = held if apart is None else range(len(apart))
         places = [int(i) for i in places]

@@ -1,5 +1,6 @@
 """What is trained: which transformer of a pipeline, with LoRA or whole, and what its backward computes again."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,8 +10,10 @@ from torch import nn
 
 from foveate.finetune.config import FinetuneConfig
 from foveate.finetune.encoded import Encoded
-from foveate.finetune.families import EXTRA, About
+from foveate.finetune.families import EXTRA, About, vae_of
 from foveate.sparsity import select as _select  # noqa: F401 (its operator)
+
+log = logging.getLogger("foveate")
 
 
 def choose_expert(config: FinetuneConfig, about: About) -> tuple[str, tuple[float, float]]:
@@ -32,7 +35,28 @@ def open_data(config: FinetuneConfig, about: About, place: Any = None) -> Encode
         raise ValueError(
             f"{data.folder} was encoded for a {data.about['pipeline']}, {config.model} is a {about.pipeline}"
         )
+    _fits(data, about)
     return data
+
+
+def _fits(data: Encoded, about: About) -> None:
+    """ValueError where latents and texts are not of this pipeline's sizes, or by another VAE."""
+    given = next(iter(about.transformers.values()))
+    text = next((given[name] for name in ("text_dim", "caption_channels", "text_embed_dim") if given.get(name)), None)
+    pairs = {"latent channels": (data.shapes[0][0], given.get("out_channels") or given.get("in_channels"))}
+    pairs |= {"text width": (data.text_width, text)}
+    odd = [f"{name} {has}, the model takes {takes}" for name, (has, takes) in pairs.items() if takes not in (None, has)]
+    own, kept = vae_of(about.folder), data.about.get("vae")
+    if own and kept and own["config"] != kept["config"]:
+        odd.append("another VAE's configuration")
+    if odd:
+        raise ValueError(
+            f"{data.folder} was encoded for another model ({'; '.join(odd)}): encode it with {about.folder}"
+        )
+    if own and kept and own != kept:
+        log.warning(
+            "%s was encoded by a VAE whose files are not those of %s: is it the same one?", data.folder, about.folder
+        )
 
 
 def prepare(model: Any, config: FinetuneConfig) -> None:
@@ -61,6 +85,13 @@ def add_lora(model: Any, config: FinetuneConfig) -> None:
     if odd:
         kinds = sorted({name.split(".", 2)[-1] for name in names if name.count(".") > 1})
         raise ValueError(f"--lora-targets {' '.join(odd)}: no linear layer is named so; there are {', '.join(kinds)}")
+    changed = [
+        layer for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and any(name == t or name.endswith(f".{t}") for t in config.lora_targets)
+    ]  # fmt: skip
+    most = max(min(layer.weight.shape) for layer in changed)
+    if config.lora > most:
+        raise ValueError(f"--lora {config.lora} is more than any of these layers has ranks, {most}; give a lower one")
     torch.manual_seed(config.seed)
     alpha: Any = config.lora_alpha or config.lora
     model.add_adapter(LoraConfig(r=config.lora, lora_alpha=alpha, target_modules=list(config.lora_targets)))
