@@ -29,7 +29,7 @@ import torch
 from foveate.data import write_mp4
 from foveate.finetune import encode as encoding
 from foveate.finetune import families
-from foveate.finetune.encode import EncodeConfig
+from foveate.finetune.units import EncodeConfig
 from foveate.training import folder
 
 SIZE = (33, 128, 128)

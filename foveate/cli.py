@@ -18,7 +18,7 @@ import foveate
 from foveate import flags
 from foveate.compare.config import CompareConfig
 from foveate.finetune.config import FinetuneConfig
-from foveate.finetune.encode import EncodeConfig
+from foveate.finetune.units import EncodeConfig
 from foveate.generation.config import GenerateConfig
 from foveate.training.machine import refuse_many_processes
 from foveate.training.plan import PlanConfig

@@ -28,11 +28,12 @@ from foveate import cli, costs, flags
 from foveate.finetune import encode as encoding
 from foveate.finetune import estimate, families, videos
 from foveate.finetune.config import FinetuneConfig
-from foveate.finetune.encode import EncodeConfig, Encoder, Unit, encode, pixels
+from foveate.finetune.encode import Encoder, encode
 from foveate.finetune.encoded import Encoded, Order, deal
 from foveate.finetune.loop import Finetuner
 from foveate.finetune.model import prepare
 from foveate.finetune.noising import Diffusion, Flow, noising
+from foveate.finetune.units import EncodeConfig, Unit, gather, pixels
 from foveate.run_report import sampled_panels
 from foveate.sparsity.config import SparsityConfig
 from foveate.training.flow import stream
@@ -84,7 +85,7 @@ def test_what_is_encoded_is_what_the_pipeline_gives_its_transformer(home: Simple
     pipe = diffusers.WanPipeline.from_pretrained(home.model)
     data = Encoded(home.encoded)
     config = EncodeConfig(model=home.model, data=home.clips, out=home.encoded, sizes=SIZES)
-    unit = encoding.gather(config).units[1]
+    unit = gather(config).units[1]
     sample = data.batch([1], families.text_length(families.examine(home.model)))
     with torch.no_grad():
         z = pipe.vae.encode(pixels(unit, 1)[None]).latent_dist.mode()
