@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -207,10 +207,28 @@ class Finetuner:
     def train_step(self, forwards: Sequence[Forward]) -> tuple[dict, bool]:
         """One step on this rank's forwards; its row of the history, and whether some rank was told to stop."""
         began = time.perf_counter()
-        config, kept, loss, tokens = self.config, self.kept, torch.zeros((), device=self.device), 0
+        kept = self.kept
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.step)
-        model: Any = self.model
+            group["lr"] = learning_rate(self.config, self.step)
+        loss, norm, stop, tokens = self._backward(forwards)
+        self._finite(loss, norm)
+        self._update()
+        more = self._sparsify()
+        if self.parallel is not None:
+            self.parallel.step()
+        seconds = time.perf_counter() - began
+        speed = tokens * self.replicas / seconds
+        used = self.meter.measure(self.order.step(self.step - 1), kept, seconds, speed) if self.rank == 0 else {}
+        if self.device.type == "cuda":
+            used["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        return {
+            "step": self.step, "loss": loss, "norm": norm, "seconds": seconds, "tokens_per_second": speed,
+            "kept": kept, "lr": self.optimizer.param_groups[0]["lr"], **used, **more,
+        }, stop > 0  # fmt: skip
+
+    def _backward(self, forwards: Sequence[Forward]) -> list[float]:
+        """Gradients of a step's forwards. Means over the ranks: loss, norm, told to stop, tokens."""
+        loss, tokens, model = torch.zeros((), device=self.device), 0, cast(Any, self.model)
         for number, forward in enumerate(forwards):
             if self.ranks > 1:  # gradients are reduced once a step
                 model.set_requires_gradient_sync(number == len(forwards) - 1)
@@ -218,29 +236,19 @@ class Finetuner:
             value.backward()
             loss += value.detach()
             tokens += len(forward[2]) * self.about.tokens(forward[0].latents.shape)
-        norm = nn.utils.clip_grad_norm_(self.weights.values(), config.clip)
+        norm = nn.utils.clip_grad_norm_(self.weights.values(), self.config.clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         told = torch.stack([loss, norm, loss.new_tensor(float(self.interrupted > 0)), loss.new_tensor(float(tokens))])
-        told = (mean_over_ranks(told) if self.ranks > 1 else told).tolist()  # waits for the device
-        self._finite(*told[:2])
+        return (mean_over_ranks(told) if self.ranks > 1 else told).tolist()  # waits for the device
+
+    def _update(self) -> None:
+        """The optimiser's step, and the average of the weights after it."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        decay = min(config.ema, (1 + self.step) / (10 + self.step))
+        decay = min(self.config.ema, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
             torch._foreach_lerp_(fsdp.local(self.ema.values()), fsdp.local(self.weights.values()), 1 - decay)
         self.step += 1
-        more = self._sparsify()
-        if self.parallel is not None:
-            self.parallel.step()
-        seconds = time.perf_counter() - began
-        speed = told[3] * self.replicas / seconds
-        used = self.meter.measure(self.order.step(self.step - 1), kept, seconds, speed) if self.rank == 0 else {}
-        if self.device.type == "cuda":
-            used["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-        return {
-            "step": self.step, "loss": told[0], "norm": told[1], "seconds": seconds, "tokens_per_second": speed,
-            "kept": kept, "lr": self.optimizer.param_groups[0]["lr"], **used, **more,
-        }, told[2] > 0  # fmt: skip
 
     def loss(self, forward: Forward) -> Tensor:
         """Mean squared error of what the model predicts. A first frame that is given clean has none."""
