@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from scipy import linalg, stats
 
 from foveate import cli, quality, video
-from foveate.compare import frechet, intervals, pairs, runs
+from foveate.compare import frechet, intervals, metrics, pairs, runs
 from foveate.compare.config import CompareConfig
 from foveate.compare.features import FRAMES, SIZE, WEIGHTS, trained
 from foveate.compare.folders import compare
@@ -224,3 +225,31 @@ def test_a_share_has_its_exact_interval(hits: int, trials: int) -> None:
     wanted = stats.binomtest(hits, trials).proportion_ci(0.95, "exact")
     assert intervals.of_share(hits, trials) == pytest.approx((wanted.low, wanted.high), abs=1e-9)
     assert intervals.at_least(hits, trials) == pytest.approx(stats.binom.sf(hits - 1, trials, 0.5))
+
+
+def test_vmaf_is_of_the_first_ffmpeg_that_has_it_or_the_line_says_how_to_get_one(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_close() -> tuple[float | None, str]:
+        metrics.ffmpeg.cache_clear()
+        found = compare([folder / "clip0.mp4" for folder in folders[:2]], CompareConfig(windows=0))
+        return found["pairs"][0]["scores"]["close/clip0.mp4"].get("vmaf"), found["not_measured"].get("vmaf", "")
+
+    def install(name: str, script: str) -> Path:
+        file = tmp_path / name / "ffmpeg"
+        file.parent.mkdir()
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+        return file
+
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert of_close() == (None, metrics.HOW["vmaf"].format("there is no ffmpeg on the PATH"))
+    plain = install("plain", "echo scale")
+    monkeypatch.setenv("PATH", str(plain.parent))
+    assert of_close() == (None, metrics.HOW["vmaf"].format(f"{plain} has none"))
+    log = '{"pooled_metrics": {"vmaf": {"mean": 91.5}}}'
+    able = install("able", f"case $* in *-filters*) echo libvmaf;; *libvmaf=*) echo '{log}' > vmaf.json;; esac")
+    monkeypatch.setenv("PATH", f"{plain.parent}:{able.parent}")
+    assert of_close() == (91.5, "")
+    metrics.ffmpeg.cache_clear()

@@ -32,8 +32,8 @@ def compare(places: Sequence[Path], config: CompareConfig, progress: Progress = 
     pairs, skipped = find(places, fit=config.fit)
     names = labels(places)
     missing = {name: metrics.HOW[name] for name in ("lpips", "fvd") if name not in networks}
-    if not config.vmaf or metrics.ffmpeg() is None:
-        missing["vmaf"] = metrics.HOW["vmaf"] if config.vmaf else "left out by --no-vmaf"
+    if not config.vmaf or metrics.ffmpeg()[0] is None:
+        missing["vmaf"] = metrics.ffmpeg()[1] if config.vmaf else "left out by --no-vmaf"
     scored: list[tuple[Pair, metrics.Scores]] = []
     for number, pair in enumerate(pairs):
         try:

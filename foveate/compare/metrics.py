@@ -3,8 +3,12 @@
 A metric that cannot be measured is None, with the reason: it is never left out without a word.
 """
 
+import contextlib
+import importlib
+import importlib.util
 import json
 import math
+import os
 import shutil
 import subprocess
 import tempfile
@@ -28,7 +32,7 @@ PAIRED = {
 }  # fmt: skip
 BETTER = {"psnr": "↑", "ssim": "↑", "ms_ssim": "↑", "vmaf": "↑", "lpips": "↓", "flicker_change": "0"}
 HOW = {
-    "vmaf": "needs an ffmpeg with libvmaf on the PATH (`ffmpeg -filters | grep libvmaf`)",
+    "vmaf": "needs an ffmpeg with libvmaf, and {}; `pip install imageio-ffmpeg` brings one, which is then used",
     "lpips": "needs --lpips FILE, a TorchScript module of two float32 (B, 3, H, W) in [-1, 1] to B distances "
     "(docs/compare.md has the three lines that make one from the lpips package)",
     "fvd": "needs --fvd FILE, the I3D network as TorchScript, such as StyleGAN-V's i3d_torchscript.pt",
@@ -120,20 +124,25 @@ def script(file: Path, what: str, device: str) -> Any:
 
 
 @cache
-def ffmpeg() -> str | None:
-    """The ffmpeg on the PATH that has libvmaf."""
-    found = shutil.which("ffmpeg")
-    if found is None:
-        return None
-    filters = subprocess.run([found, "-hide_banner", "-filters"], capture_output=True, text=True).stdout
-    return found if "libvmaf" in filters else None
+def ffmpeg() -> tuple[str | None, str]:
+    """The first ffmpeg with libvmaf, of those on the PATH and that of the imageio-ffmpeg package, and why there is
+    none."""
+    found = [file for folder in os.get_exec_path() if (file := shutil.which("ffmpeg", path=folder))]
+    if importlib.util.find_spec("imageio_ffmpeg") is not None:
+        with contextlib.suppress(RuntimeError):  # its wheel is without a binary on some platforms
+            found.append(importlib.import_module("imageio_ffmpeg").get_ffmpeg_exe())
+    for command in found:
+        filters = subprocess.run([command, "-hide_banner", "-filters"], capture_output=True, text=True).stdout
+        if "libvmaf" in filters:
+            return command, ""
+    return None, HOW["vmaf"].format(f"{', '.join(found)} has none" if found else "there is no ffmpeg on the PATH")
 
 
 def vmaf_of(clip: Clip, reference: Clip, frames: int) -> tuple[float | None, str]:
     """The mean VMAF of a clip's frames, by ffmpeg's default model, and why there is none."""
-    command = ffmpeg()
+    command, why = ffmpeg()
     if command is None:
-        return None, HOW["vmaf"]
+        return None, why
     size = (
         f"scale={reference.width}:{reference.height}:flags=area,format=yuv420p,trim=end_frame={frames},setpts=N/25/TB"
     )
