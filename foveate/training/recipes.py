@@ -85,7 +85,7 @@ class TrainConfig:
     By default on GPUs where Triton is installed."""
     capture: bool = False
     """Replay forward and backward as one CUDA graph wherever a step has nothing else to do: the host then launches one
-    graph instead of a thousand kernels, for more memory. Needs a GPU; not measured on one yet (docs/training.md)."""
+    graph instead of a thousand kernels, for more memory. Needs a GPU (docs/training.md)."""
 
     # Sparse attention.
     sparse: bool = True
